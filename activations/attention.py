@@ -1,0 +1,66 @@
+"""Grouped-query attention with the groups folded into query rows.
+
+A grouped-query model has G query heads for each key head. The usual kernels either repeat the keys G
+times or loop over query heads; for the few query rows of a decoding step both read the keys G times.
+Folding [B, G*Hkv, Q, D] to [B, Hkv, G*Q, D] reads them once, and the result is the same.
+
+`register()` makes it available to `transformers` under the name "folded"; no model code changes.
+Masks are boolean (True = may attend); `None` means causal over the last Q keys.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from activations.cache import WIDE
+
+NAME = "folded"
+
+
+def folded_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """query [B, H, Q, D], key and value [B, Hkv, K, D], mask bool [B, 1, Q, K] -> [B, Q, H, D]."""
+    if kwargs.get("softcap") is not None:
+        raise ValueError("attention soft-capping is not supported by 'folded' attention; load with attention='eager'")
+    b, h, q, d = query.shape
+    hkv, k = key.shape[1], key.shape[2]
+    groups = h // hkv
+    if attention_mask is None and q == k:  # a whole sequence: the kernel's own causal path skips half the work
+        if groups > 1:
+            key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        out = F.scaled_dot_product_attention(query, key, value, scale=scaling, dropout_p=dropout, is_causal=q > 1)
+        return out.transpose(1, 2), None
+    if attention_mask is None and q > 1:
+        attention_mask = torch.ones(q, k, dtype=torch.bool, device=query.device).tril(k - q)[None, None]
+    folded = query.reshape(b, hkv, groups * q, d)  # heads of one key head are adjacent
+    if attention_mask is not None and groups > 1:
+        attention_mask = attention_mask.repeat(1, 1, groups, 1)
+    if attention_mask is not None and attention_mask.shape[-1] < k:
+        attention_mask = F.pad(attention_mask, (0, k - attention_mask.shape[-1]), value=False)
+    if query.device.type == "cpu" and b >= WIDE:  # the CPU's flash kernel is half as fast here
+        scores = torch.matmul(folded * (scaling or d**-0.5), key.transpose(-1, -2))
+        if attention_mask is not None:
+            scores.masked_fill_(~attention_mask, torch.finfo(scores.dtype).min)
+        out = torch.matmul(scores.softmax(-1), value)
+    else:
+        out = F.scaled_dot_product_attention(
+            folded, key, value, attn_mask=attention_mask, scale=scaling, dropout_p=dropout
+        )
+    return out.reshape(b, h, q, d).transpose(1, 2), None
+
+
+def register() -> None:
+    """Make `attn_implementation="folded"` known to transformers. Safe to repeat."""
+    AttentionInterface.register(NAME, folded_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -1,0 +1,98 @@
+"""Choosing the next token, so that every mode that draws from the same law draws the same token.
+
+The next token at a position is argmax(processed logits + Gumbel noise), the noise a function of
+(seed, request, position) and the token id alone. Whatever path a decoder takes to a position, it meets the
+same noise there: the sampled text does not depend on drafts, batch or scheduling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the target's next token is chosen."""
+
+    temperature: float = 0.0
+    """0 is greedy; otherwise logits are divided by it."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches p; 1 keeps all."""
+    seed: int = 0
+    """Keys the noise, together with the request's number and the position."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}; it must be 0 (off) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must lie in (0, 1]")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def process(self, logits: torch.Tensor) -> torch.Tensor:
+        """Float32 logits [..., V] of the law that is sampled; excluded tokens are -inf."""
+        kept, tokens = self._kept(logits)
+        if tokens is None:
+            return kept
+        return torch.full(logits.shape, -torch.inf, device=logits.device).scatter_(-1, tokens, kept)
+
+    def next_tokens(self, logits: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Next token ids [N] for logits [N, V], of the given requests [N] at the given positions [N]."""
+        if self.greedy:
+            return logits.argmax(-1)
+        kept, tokens = self._kept(logits)
+        if tokens is None:
+            every = torch.arange(logits.shape[-1], device=logits.device)
+            return (kept + gumbel(self.seed, requests, positions, every)).argmax(-1)
+        best = (kept + gumbel(self.seed, requests, positions, tokens)).argmax(-1, keepdim=True)
+        return tokens.gather(-1, best)[..., 0]
+
+    def _kept(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The processed logits [..., k] and the token ids they belong to (None: all, in order).
+
+        Only the kept tokens need noise, and a sort for top-p only sees what top-k left.
+        """
+        logits = logits.float()
+        if self.greedy:
+            return logits, None
+        tokens = None
+        logits = logits / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:
+            logits, tokens = logits.topk(self.top_k, dim=-1)  # sorted
+        if self.top_p < 1:
+            if tokens is None:
+                logits, tokens = logits.sort(dim=-1, descending=True)
+            probability = logits.softmax(-1)
+            before = probability.cumsum(-1) - probability  # mass of the more likely ones: the first always stays
+            logits = logits.masked_fill(before >= self.top_p, -torch.inf)
+        return logits, tokens
+
+
+_M1, _M2, _MASK = 0x7FEB352D, 0x846CA68B, 0xFFFFFFFF
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """A 32-bit finaliser (xor-shift-multiply) on int64 tensors, exact on every device."""
+    x = ((x ^ (x >> 16)) * _M1) & _MASK
+    x = ((x ^ (x >> 15)) * _M2) & _MASK
+    return x ^ (x >> 16)
+
+
+def gumbel(seed: int, requests: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise [N, k] for token ids [k] or [N, k]: a pure function of (seed, request, position, token)."""
+    key = _mix(torch.as_tensor((seed * 0x9E3779B9 + 0x6A09E667) & _MASK, device=positions.device))
+    key = _mix((key + requests.to(torch.int64) * 0x85EBCA6B) & _MASK)
+    key = _mix((key + positions.to(torch.int64) * 0xC2B2AE35) & _MASK)
+    high = _mix((key[:, None] + tokens * 0x27D4EB2F) & _MASK)
+    low = _mix(((high ^ 0x5BD1E995) + tokens) & _MASK)
+    # 48 random bits: float32 uniforms would put an atom of 6e-8 at the end of the tail
+    uniform = ((high << 16) | (low & 0xFFFF)).to(torch.float64).add_(0.5).mul_(2.0**-48)
+    return -torch.log(-torch.log(uniform)).to(torch.float32)

@@ -1,0 +1,210 @@
+"""Bulk text that the target itself wrote, with its states, for training drafters.
+
+Part of the documents are conversations in which the target writes the user's turn too (it continues its own
+chat prefix); the rest answer the tasks of `activations.tasks`, over passages from earlier documents and over
+permissively licensed code. Documents that share a 13-gram of words with a benchmark file are dropped and counted.
+
+The states are kept as generation computes them, so the text costs one forward pass a token and no second one.
+The result is a capture store with selection `all`: a document's rows are contiguous and ordered, `loss_mask` is
+True where the target wrote the token.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from activations.generation import Completion, Request, complete
+from activations.provenance import provenance
+from activations.sampling import Sampling
+from activations.store import CaptureStore, StoreWriter
+from activations.target import Target
+from activations.tasks import task
+
+NGRAM = 13
+
+
+@dataclass(frozen=True)
+class SelfTextConfig:
+    """What to write."""
+
+    tokens: int = 1_000_000
+    """Stop when the target has written this many tokens."""
+    max_new_tokens: int = 288
+    """Longest answer, in tokens."""
+    max_prompt_tokens: int = 224
+    """Longer task prompts are not used. Attention pays for the longest row of the batch."""
+    passage_words: int = 110
+    """Longest passage in a task prompt, in words."""
+    rows: int = 112
+    """Sequences decoded at once."""
+    greedy: float = 0.7
+    """Share of answers decoded greedily; the others are sampled at temperature 0.8."""
+    own_turns: float = 0.55
+    """Share of documents whose user turn the target writes."""
+    shard_documents: int = 96
+    """Documents in a shard; an interrupted run loses at most one shard."""
+    seed: int = 0
+    """Chooses prompts and keys the sampling."""
+
+
+def word_ngrams(text: str, n: int = NGRAM) -> set[tuple[str, ...]]:
+    """All runs of n words, lower case."""
+    words = text.lower().split()
+    return {tuple(words[i : i + n]) for i in range(len(words) - n + 1)}
+
+
+def benchmark_ngrams(files: Iterable[Path]) -> set[tuple[str, ...]]:
+    """All 13-grams of the turns and references in Spec-Bench-format files."""
+    grams: set[tuple[str, ...]] = set()
+    for file in files:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            reference = record.get("reference") or ()
+            for text in (*record.get("turns", ()), *map(str, [reference] if isinstance(reference, str) else reference)):
+                grams |= word_ngrams(text)
+    return grams
+
+
+def eagle_sites(blocks: int) -> list[str]:
+    """The sites that an EAGLE-3 head reads, and the last state, from which the target's own logits follow."""
+    return [*(f"resid_pre.{k}" for k in (2, blocks // 2, blocks - 3)), f"resid_post.{blocks - 1}"]
+
+
+def write(target: Target, folder: Path, config: SelfTextConfig, benchmarks: Iterable[Path] = ()) -> Iterator[int]:
+    """Extend the store in `folder` until the target has written `config.tokens` tokens; yields the count so far."""
+    forbidden = benchmark_ngrams(benchmarks)
+    sites = eagle_sites(target.blocks)
+    described = {k: v for k, v in asdict(config).items() if k not in ("tokens", "rows")}  # may change on resumption
+    store = StoreWriter(
+        folder,
+        {
+            "target": target.fingerprint.to_dict(),
+            "selection": "all",
+            "config": described,
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "attention": target.config._attn_implementation,
+            "provenance": provenance(seed=config.seed),
+        },
+        sites,
+    )
+    written = sum(s["written"] for s in store.manifest["shards"])
+    conversation = Conversation(target, config, _resume(target, folder) if store.complete_shards else ([], set()))
+    shard: list[tuple[int, Completion]] = []
+    contaminated = 0
+    pending = 0
+
+    def wanted() -> Iterator[Request]:
+        while written + pending < config.tokens:
+            yield conversation.next_request()
+
+    for completion in complete(target, wanted(), config.rows, sites):
+        start = conversation.observe(completion)
+        if start is None:
+            continue
+        if forbidden and not forbidden.isdisjoint(
+            word_ngrams(target.decode(completion.request.prompt + completion.tokens))
+        ):
+            contaminated += 1
+            continue
+        shard.append((start, completion))
+        pending += len(completion.request.prompt) + len(completion.tokens) - start
+        if len(shard) == config.shard_documents:
+            store.write(*_rows(shard), written=pending, contaminated=contaminated)
+            written += pending
+            shard, pending, contaminated = [], 0, 0
+        yield written + pending
+    if shard:
+        store.write(*_rows(shard), written=pending, contaminated=contaminated)
+
+
+class Conversation:
+    """Decides what is asked next, and turns the user turns that the target wrote into requests for answers."""
+
+    def __init__(self, target: Target, config: SelfTextConfig, resumed: tuple[list[str], set[int]]) -> None:
+        self.target = target
+        self.config = config
+        self.passages, self._done = resumed
+        self._prefix, self._opening = chat_frame(target)
+        self._answers: deque[Request] = deque()
+        self._own: dict[int, bool] = {}  # documents whose user turn is the target's: True once it is written
+        self._number = 0
+
+    def next_request(self) -> Request:
+        if self._answers:
+            return self._answers.popleft()
+        while True:
+            self._number += 1
+            if self._number in self._done:
+                continue
+            rng = random.Random(f"{self.config.seed}:{self._number}")
+            if rng.random() < self.config.own_turns or not self.passages:
+                self._own[self._number] = False
+                turn = Sampling(1.0, top_k=64, seed=self.config.seed)
+                return Request(self._number, self._prefix, 80, turn)
+            text, _ = task(rng, self.passages, self.config.passage_words)
+            ids = self.target.encode(text)
+            if len(ids) <= self.config.max_prompt_tokens:
+                return self._answer(self._number, ids)
+
+    def observe(self, completion: Completion) -> int | None:
+        """Where the target's own text begins in a finished document; None for a user turn or a useless one."""
+        number, prompt, tokens = completion.request.number, completion.request.prompt, completion.tokens
+        if self._own.get(number) is False:
+            if completion.stopped and len(tokens) > 4:
+                self._own[number] = True
+                self._answers.append(self._answer(number, prompt + tokens + self._opening))
+            return None
+        if len(tokens) > 60:
+            self.passages.append(self.target.decode(tokens))
+            del self.passages[:-400]
+        return len(self._prefix) if number in self._own else len(prompt)
+
+    def _answer(self, number: int, ids: list[int]) -> Request:
+        rng = random.Random(f"{self.config.seed}:answer:{number}")
+        greedy = rng.random() < self.config.greedy
+        sampling = Sampling() if greedy else Sampling(0.8, top_k=64, seed=self.config.seed)
+        return Request(number, ids, self.config.max_new_tokens, sampling)
+
+
+def chat_frame(target: Target) -> tuple[list[int], list[int]]:
+    """The chat template's ids before a first user turn, and between the turn's stop token and the answer."""
+    marker = "\x00"
+    text = str(target.tokenizer.apply_chat_template([{"role": "user", "content": marker}], tokenize=False))
+    prefix = list(target.tokenizer(text.split(marker)[0], add_special_tokens=False)["input_ids"])
+    ids = target.encode("x")
+    last_stop = max(i for i, t in enumerate(ids) if t in target.stop_ids)
+    return prefix, ids[last_stop + 1 :]
+
+
+def _rows(shard: list[tuple[int, Completion]]) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
+    columns: dict[str, list[np.ndarray]] = {k: [] for k in ("document", "position", "token", "pending", "loss_mask")}
+    for start, completion in shard:
+        ids = np.array(completion.request.prompt + completion.tokens, dtype=np.int32)
+        n = len(ids) - 1  # the last token was never fed: it is only the pending token of the row before it
+        columns["document"].append(np.full(n, completion.request.number, dtype=np.int64))
+        columns["position"].append(np.arange(n, dtype=np.int32))
+        columns["token"].append(ids[:-1])
+        columns["pending"].append(ids[1:])
+        columns["loss_mask"].append(np.arange(n) >= start - 1)  # the row's pending token is the target's own
+    rows = {name: np.concatenate(parts) for name, parts in columns.items()}
+    sites = shard[0][1].states
+    return rows, {site: torch.cat([c.states[site] for _, c in shard]) for site in sites}
+
+
+def _resume(target: Target, folder: Path) -> tuple[list[str], set[int]]:
+    store = CaptureStore.open(folder)
+    done = {d for s in store.shards for d in s["documents"]}
+    last = store.shard_rows(len(store.shards) - 1)
+    passages = []
+    for number in np.unique(last["document"]):
+        mine = last["document"] == number
+        passages.append(target.decode(last["pending"][mine & last["loss_mask"]].tolist()))
+    return passages, done

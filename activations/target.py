@@ -1,0 +1,323 @@
+"""The target: a frozen causal language model, its tokenizer, and one forward that all packages use."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from activations import attention, packaged
+from activations.cache import KVCache, attention_mask
+from activations.sites import Site, SiteReader, parse_sites
+
+attention.register()
+
+
+class TargetError(Exception):
+    """A target that cannot be loaded or cannot be used this way. The message says what to do."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What must agree for a probe or a drafter to fit a target."""
+
+    architecture: str
+    width: int
+    blocks: int
+    vocabulary: str
+    """sha256 of the sorted vocabulary."""
+    revision: str
+    """Hub commit, or a hash over samples of the weight files."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def mismatch(self, other: Fingerprint) -> list[str]:
+        """Names and values of the fields that differ. The revision counts: states move with the weights."""
+        mine, theirs = self.to_dict(), other.to_dict()
+        return [f"{k}: {mine[k]} and {theirs[k]}" for k in mine if mine[k] != theirs[k]]
+
+
+class Target:
+    """A frozen causal LM. `load_target` makes one."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, folder: Path | None):
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name
+        self.folder = folder
+        self.config = model.config.get_text_config()
+        self.backbone: nn.Module = model.get_decoder()
+        self.layers: nn.ModuleList = self.backbone.layers
+        self.embed: nn.Module = model.get_input_embeddings()
+        self.head: nn.Module = model.get_output_embeddings()
+        types = set(getattr(self.config, "layer_types", None) or ())
+        window = getattr(self.config, "sliding_window", None)
+        if getattr(self.config, "use_sliding_window", True) is False:
+            window = None
+        self.window: int | None = window
+        self.hybrid = window is not None and "sliding_attention" in types
+
+    # -- what it is ---------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def width(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def blocks(self) -> int:
+        return len(self.layers)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.embed.weight.shape[0])
+
+    @property
+    def max_length(self) -> int:
+        return int(getattr(self.config, "max_position_embeddings", 2**31))
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """Token ids that end a text."""
+        ids: set[int] = set()
+        for source in (self.model.generation_config, self.config, self.tokenizer):
+            value = getattr(source, "eos_token_id", None)
+            ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+        return frozenset(ids)
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items()), ensure_ascii=False)
+        revision = getattr(self.model.config, "_commit_hash", None) or (
+            weights_hash(self.folder) if self.folder else "unknown"
+        )
+        return Fingerprint(
+            architecture=type(self.model).__name__,
+            width=self.width,
+            blocks=self.blocks,
+            vocabulary=hashlib.sha256(vocabulary.encode()).hexdigest()[:16],
+            revision=revision,
+        )
+
+    # -- text ---------------------------------------------------------------------------------------
+
+    def encode(self, prompt: str | Sequence[Mapping[str, str]] | Sequence[int]) -> list[int]:
+        """Token ids of a prompt: chat messages go through the chat template; so does plain text, as one user
+        turn, where the target has a template; ids stay as they are."""
+        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], int):
+            ids = [int(t) for t in prompt]  # type: ignore[call-overload]
+            bad = [t for t in ids if not 0 <= t < self.vocab_size]
+            if bad:
+                raise TargetError(f"token id {bad[0]} is outside the vocabulary (0 to {self.vocab_size - 1}) of {self.name}")
+        elif isinstance(prompt, str) and not self.tokenizer.chat_template:
+            if not prompt.strip():
+                raise TargetError("the prompt is empty: give it some text")
+            ids = list(self.tokenizer(prompt)["input_ids"])
+        else:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+            if not any(str(m.get("content", "")).strip() for m in messages):  # type: ignore[union-attr]
+                raise TargetError("the prompt is empty: give it some text")
+            if not self.tokenizer.chat_template:
+                raise TargetError(f"{self.name} has no chat template: give it plain text instead of messages")
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not ids:
+            raise TargetError("the prompt is empty: give it some text")
+        if len(ids) >= self.max_length:
+            raise TargetError(
+                f"the prompt has {len(ids)} tokens; {self.name} takes at most {self.max_length - 1}: shorten the prompt"
+            )
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    # -- states -------------------------------------------------------------------------------------
+
+    def sites(self, names: Iterable[str | Site]) -> list[Site]:
+        return parse_sites(names, self.blocks)
+
+    def read(self, sites: Iterable[str | Site]) -> SiteReader:
+        """Attach hooks for these sites until the reader is closed."""
+        return SiteReader(self.embed, self.layers, self.sites(sites))
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        cache: KVCache,
+        ancestors: torch.Tensor | None = None,
+        depths: torch.Tensor | None = None,
+        logits_to_keep: int = 0,
+    ) -> torch.Tensor:
+        """Logits [B, Q, V] of new tokens (the last `logits_to_keep` of them, 0 = all); see `hidden`."""
+        hidden = self.hidden(tokens, cache, ancestors, depths)
+        return self.logits(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+
+    def hidden(
+        self,
+        tokens: torch.Tensor,
+        cache: KVCache,
+        ancestors: torch.Tensor | None = None,
+        depths: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Normed final states [B, Q, width] of new tokens [B, Q], appended to `cache` but not committed.
+
+        Without `ancestors` [B, Q, Q] and `depths` [B, Q] the new tokens are a chain. The attention masks, the
+        sliding-window ones included, and the positions follow from these and the cache's lengths.
+        """
+        b, q = tokens.shape
+        device = tokens.device
+        implementation = self.model.config._attn_implementation
+        cache.pads = implementation == attention.NAME
+        start, end = min(cache.lengths), max(cache.lengths)
+        slides = self.window is not None and end + q > self.window
+        # a causal pass over the whole of every row needs no mask: a first pass, or one more token a row
+        plain = ancestors is None and (end == 0 or (q == 1 and start == end)) and cache.shows_exactly
+        if implementation == "eager" and q > 1:  # no mask would be no causality there
+            plain = False
+        if depths is None:
+            depths = torch.arange(q, device=device).expand(b, q)
+        full = windowed = None
+        if not plain or slides:
+            if ancestors is None:
+                ancestors = torch.ones(q, q, dtype=torch.bool, device=device).tril()
+            if not plain:
+                full = self._shape(attention_mask(cache.lengths, ancestors, depths), implementation)
+            if slides:
+                windowed = self._shape(attention_mask(cache.lengths, ancestors, depths, self.window), implementation)
+        mask: Any = full
+        if self.window is not None:
+            windowed = windowed if slides else full
+            mask = {"full_attention": full, "sliding_attention": windowed} if self.hybrid else windowed
+        positions = torch.tensor(cache.lengths, device=device)[:, None] + depths
+        with torch.no_grad():
+            return self.backbone(
+                input_ids=tokens, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True
+            ).last_hidden_state
+
+    def _shape(self, mask: torch.Tensor, implementation: str) -> torch.Tensor:
+        """A boolean mask in the form that the attention implementation takes."""
+        if "flash" in implementation or "flex" in implementation:
+            raise TargetError(
+                f"attention {implementation!r} cannot mask a draft tree: load {self.name} with the default attention"
+            )
+        if implementation == "eager":  # adds its mask to the scores: a boolean one would be silently wrong
+            return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(
+                ~mask, torch.finfo(self.dtype).min
+            )
+        return mask
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of normed final states, with the target's soft cap where it has one."""
+        with torch.no_grad():
+            logits = self.head(hidden)
+            cap = getattr(self.config, "final_logit_softcapping", None)
+            return torch.tanh(logits / cap) * cap if cap else logits
+
+
+def weights_hash(folder: Path) -> str:
+    """A hash over sizes and evenly spaced samples of the weight files: milliseconds instead of a full read."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}".encode())
+        with file.open("rb") as handle:
+            for part in range(64):
+                handle.seek(size * part // 64)
+                digest.update(handle.read(4096))
+    return digest.hexdigest()[:16]
+
+
+def load_target(
+    name: str | os.PathLike[str] = "smollm2",
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    attention: str = attention.NAME,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Target:
+    """Load a target by alias (`smollm2`, `gemma3-270m`), hub id or folder.
+
+    `dtype` "auto" is bfloat16; float32 is what exactness is proven in. Raises TargetError with a message for people.
+    """
+    text = os.fspath(name)
+    if text in packaged.ALIASES:
+        source: str = str(packaged.folder(text))
+    elif Path(text).is_dir():
+        source = text
+    else:
+        source = text
+        if text.startswith((".", "/", "~")) or text.count("/") > 1:
+            raise TargetError(f"no such folder: {text}")
+        if "/" not in text:
+            raise TargetError(
+                f"unknown target {text!r}: use an alias ({', '.join(packaged.ALIASES)}), a hub id or a folder"
+            )
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) and dtype != "auto" else dtype
+    if dtype == "auto":
+        wanted = torch.bfloat16
+    if not isinstance(wanted, torch.dtype):
+        raise TargetError(f"unknown dtype {dtype!r}: use bfloat16, float16 or float32")
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(source, **options)
+        refuse_recurrent(config, text)
+        with _quiet():
+            model = AutoModelForCausalLM.from_pretrained(
+                source, config=config, dtype=wanted, attn_implementation=attention, **options
+            )
+            tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    except TargetError:
+        raise
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise TargetError(
+            f"cannot load target {text!r}: {first}\n"
+            f"Use an alias ({', '.join(packaged.ALIASES)}), a hub id that is cached or reachable, or a folder with "
+            "config.json, safetensors weights and a tokenizer."
+        ) from error
+    folder = Path(source) if Path(source).is_dir() else None
+    return Target(model.to(device), tokenizer, text, folder)
+
+
+def refuse_recurrent(config: Any, name: str) -> None:
+    """Speculation needs to forget rejected tokens; a recurrent state cannot."""
+    text = config.get_text_config()
+    types = set(getattr(text, "layer_types", None) or ()) | set(getattr(text, "layers_block_type", None) or ())
+    recurrent = {t for t in types if any(w in t for w in ("mamba", "linear", "recurrent", "conv", "rwkv"))}
+    family = str(getattr(config, "model_type", ""))
+    if recurrent or any(w in family for w in ("mamba", "rwkv", "recurrent", "xlstm")):
+        raise TargetError(
+            f"{name} ({family}) keeps a recurrent state, which cannot drop rejected tokens: "
+            "choose a target whose blocks are all attention"
+        )
+    if getattr(text, "alibi", False) or family in ("bloom", "mpt"):
+        raise TargetError(f"{name} ({family}) uses ALiBi positions, which cannot place draft trees: choose a RoPE target")
+
+
+def _quiet() -> AbstractContextManager[None]:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    return nullcontext()

@@ -1,0 +1,148 @@
+"""Task prompts that are built, not collected: templates over permissive text, small grammars, plain lists.
+
+They make the target write the kinds of text that people ask for; the corpus of `activations/prompts` is for
+probes and tuning, this is bulk text for training drafters.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+import sysconfig
+from functools import lru_cache
+from pathlib import Path
+
+PASSAGE = (
+    "Summarize the following text in a few sentences.\n\n{text}",
+    "{text}\n\nWrite a short summary of the text above.",
+    "Summarize: {text}",
+    "Read the passage and list its key points as bullets.\n\n{text}",
+    "Rewrite this text in simpler words, keeping names and numbers as they are.\n\n{text}",
+    "Correct the grammar of the following text and change nothing else:\n\n{text}",
+    "Translate the following text to French.\n\n{text}",
+    "Extract the people, places and dates of this text as JSON.\n\n{text}",
+    "Answer the question using the context.\n\nContext: {text}\n\nQuestion: What is this passage mainly about?",
+    "Context:\n{text}\n\nQuestion: Which details support the main idea? Quote the sentences.\nAnswer:",
+    "Based on these passages, answer the question.\n\nPassage 1: {text}\n\nPassage 2: {more}\n\n"
+    "Question: What do the two passages have in common?",
+    "Quote the most important sentence of the text word for word, then explain it.\n\n{text}",
+    "Turn this text into an email to a colleague.\n\n{text}",
+    "Write three questions about this text and answer each of them.\n\n{text}",
+)
+
+CODE = (
+    "Explain what this Python function does.\n\n```python\n{code}\n```",
+    "Add type hints to this function.\n\n```python\n{code}\n```",
+    "Add a docstring to this function and return the whole function.\n\n```python\n{code}\n```",
+    "Rename the function to `run_task` and return the full code.\n\n```python\n{code}\n```",
+    "Write unit tests for this function.\n\n```python\n{code}\n```",
+    "Is there a bug in this code? If so, show the corrected code.\n\n```python\n{code}\n```",
+    "Complete this Python function.\n\n```python\n{head}\n```",
+    "Rewrite this function with clearer variable names.\n\n```python\n{code}\n```",
+    "Write a Python function that does the following: {doc}",
+)
+
+NAMES = ("Ana", "Ben", "Chloe", "David", "Emma", "Farid", "Grace", "Hugo", "Ines", "Jonas", "Kira", "Liam", "Mona")
+THINGS = ("apples", "books", "pencils", "stickers", "marbles", "cookies", "tickets", "stamps", "shells", "cards")
+MATH = (
+    "{a} has {x} {t}. {b} gives {a} {y} more, and then {a} sells {z} of them. How many {t} does {a} have left?",
+    "A box holds {x} {t}. {a} buys {y} boxes and shares all the {t} equally among {z} friends. How many does each get?",
+    "{a} reads {x} pages a day for {y} days. The book has {w} pages. How many pages are left?",
+    "A train travels at {w} km per hour for {y} hours, then stops for {z} minutes. How far has it gone?",
+    "{t} cost {x} dollars each. {a} buys {y} of them and pays with a {w} dollar bill. What change does {a} get?",
+    "{a} is {x} years old and {b} is {y} years older. What will be the sum of their ages in {z} years?",
+    "A rectangle is {x} meters long and {y} meters wide. What are its area and its perimeter?",
+    "{a} saves {x} dollars every week. After {y} weeks, half is spent on {t}. How much money remains?",
+    "Solve for x: {x}x + {y} = {w}",
+    "What is {x}% of {w}? Explain each step.",
+)
+
+COUNTRIES = (
+    "France", "Peru", "Kenya", "Japan", "Canada", "Egypt", "Norway", "Brazil", "Vietnam", "Greece", "Mexico", "Turkey",
+)  # fmt: skip
+TOPICS = (
+    "photosynthesis", "the printing press", "black holes", "vaccines", "the Roman Empire", "inflation", "volcanoes",
+    "machine learning", "the French Revolution", "glaciers", "the human heart", "electric cars", "honey bees",
+    "the water cycle", "the stock market", "chess", "coffee", "bridges", "the periodic table", "sleep", "tides",
+)  # fmt: skip
+QUESTION = (
+    "What is the capital of {country}, and what is it known for?",
+    "What languages are spoken in {country}?",
+    "When did {country} become the country it is today?",
+    "Who discovered or invented the most in the field of {topic}?",
+    "How does {topic} work?",
+    "Why is {topic} important? Give three reasons.",
+    "What are common misconceptions about {topic}?",
+    "Write a blog post about {topic}.",
+    "Write a short story about {topic} in {country}.",
+    "Imagine you are a teacher from {country}. Explain {topic} to a child.",
+    "Write a poem about {topic} with a refrain.",
+    "Give step by step instructions for teaching {topic} in one week.",
+    "Compare {topic} and {other}.",
+    "Make a table that compares {topic} and {other} in four aspects.",
+    "What would happen without {topic}?",
+)
+
+GERMAN = (
+    ("Der alte Lehrer", "Meine Schwester", "Die Stadt", "Das kleine Museum", "Unser Nachbar", "Die Regierung",
+     "Ein junger Arzt", "Die Firma", "Der Zug nach Berlin", "Das Orchester"),
+    ("hat gestern", "wird morgen", "hat im letzten Jahr", "will heute Abend", "hat nach langer Zeit"),
+    ("ein neues Haus", "einen langen Brief", "die alte Brücke", "ein schwieriges Problem", "viele Gäste",
+     "den ganzen Bericht", "eine wichtige Entscheidung"),
+    ("gefunden", "vorbereitet", "geschrieben", "besucht", "erklärt", "vergessen"),
+    (".", ", obwohl das Wetter schlecht war.", ", weil niemand Zeit hatte.", ", bevor die Sonne unterging.",
+     ", und alle waren zufrieden."),
+)  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def functions() -> list[str]:
+    """Functions of the Python standard library (PSF licence), 5 to 25 lines each."""
+    found: list[str] = []
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        try:
+            source = file.read_text(encoding="utf-8")
+            tree = ast.parse(source)
+        except (OSError, SyntaxError, UnicodeDecodeError):
+            continue
+        lines = source.splitlines()
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and node.end_lineno and 5 <= node.end_lineno - node.lineno < 25:
+                found.append("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+    return found
+
+
+def excerpt(rng: random.Random, passages: list[str], words: int) -> str:
+    """Whole passages, the last one cut at a sentence, of at most `words` words together."""
+    text: list[str] = []
+    while len(text) < words and len(text) <= words * 3 // 4:
+        text += [*rng.choice(passages).split(), "\n\n"]
+    head = " ".join(text[:words]).strip()
+    return head[: head.rfind(". ") + 1] or head
+
+
+def task(rng: random.Random, passages: list[str], words: int) -> tuple[str, str]:
+    """One task prompt and its kind. `passages` are texts to work on (the target's own, say), `words` their most."""
+    kind = rng.choices(
+        ["passage", "code", "math", "question", "translation"], [0.42 if passages else 0.0, 0.2, 0.14, 0.14, 0.10]
+    )[0]
+    if kind == "passage":
+        form = rng.choice(PASSAGE)
+        share = words // 2 if "{more}" in form else words
+        return form.format(text=excerpt(rng, passages, share), more=excerpt(rng, passages, share)), kind
+    if kind == "code":
+        code = rng.choice(functions())
+        node = ast.parse(code).body[0]
+        doc = (ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None) or code.splitlines()[0]
+        head = "\n".join(code.splitlines()[: max(2, len(code.splitlines()) // 3)])
+        return rng.choice(CODE).format(code=code, head=head, doc=doc.split("\n\n")[0]), kind
+    if kind == "math":
+        a, b = rng.sample(NAMES, 2)
+        x, y, z = rng.randint(12, 60), rng.randint(2, 9), rng.randint(2, 8)
+        return rng.choice(MATH).format(a=a, b=b, t=rng.choice(THINGS), x=x, y=y, z=z, w=100 * rng.randint(4, 9)), kind
+    if kind == "question":
+        topic, other = rng.sample(TOPICS, 2)
+        return rng.choice(QUESTION).format(country=rng.choice(COUNTRIES), topic=topic, other=other), kind
+    sentences = [" ".join(rng.choice(part) for part in GERMAN).replace(" ,", ",").replace(" .", ".")
+                 for _ in range(rng.randint(1, 4))]  # fmt: skip
+    return "Translate German to English: " + " ".join(sentences), kind

@@ -1,0 +1,310 @@
+"""The decoder: text from prompts, in any mode, with numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from time import perf_counter
+from typing import Any, overload
+
+from activations.sampling import Sampling
+from activations.target import Target
+from decoding.costs import CostTable, get_costs
+from decoding.drafters import Drafter
+from decoding.engine import Commit, Engine
+from decoding.modes import DecodingError, ModeSettings, Parts, Plan, SiteProbe, get_mode
+from decoding.request import Request
+from decoding.scheduler import SequentialScheduler
+from decoding.selfcheck import ensure_tree_forward
+from decoding.text import TextStream
+from decoding.trace import Trace
+
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
+"""Text, chat messages, or token ids."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished text."""
+
+    text: str
+    tokens: list[int]
+    """Generated ids; a stop token, or the token that completed a stop string, is the last one."""
+    sources: list[str]
+    """Who drafted each token: target, copy, eagle, draft."""
+    prompt_tokens: int
+    steps: int
+    """Verifying forwards; prefill, which gives the first token, is none."""
+    copy_steps: int
+    """Steps that copied."""
+    stopped: bool
+    """A stop token or stop string ended it; else a limit, or an interruption."""
+    interrupted: bool
+    first_token_seconds: float
+    """From the call (in a batch, from the request's admission) to the first token."""
+    decode_seconds: float
+    """From the first token to the last; requests decoded together share their seconds."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """After prefill: the first token and its time do not count."""
+        return (len(self.tokens) - 1) / self.decode_seconds if self.decode_seconds > 0 else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Accepted length + 1, on average."""
+        return (len(self.tokens) - 1) / self.steps if self.steps else 0.0
+
+    @property
+    def copy_share(self) -> float:
+        """Share of the steps that copied."""
+        return self.copy_steps / self.steps if self.steps else 0.0
+
+
+@dataclass(frozen=True)
+class Event:
+    """New text of one request: a run of tokens of one source. The text may lag behind the tokens where a character
+    is incomplete or a stop string may have begun."""
+
+    request: int
+    text: str
+    tokens: list[int]
+    source: str
+    done: Generation | None = None
+    """On a request's last event, everything."""
+
+
+@dataclass(eq=False)
+class _Progress:
+    """What is known of a running request."""
+
+    request: Request
+    text: TextStream
+    began: float
+    first: float = 0.0
+    last: float = 0.0
+    steps: int = 0
+    stopped: bool = False
+    over: bool = False
+    emitted: bool = field(default=False)
+
+
+class Decoder:
+    """A target with what speeds it up. `generate` and `stream` take the same options; `trace` is the latest call's."""
+
+    def __init__(
+        self,
+        target: Target,
+        probe: SiteProbe | None = None,
+        neural: Drafter | None = None,
+        settings: ModeSettings | None = None,
+        costs: CostTable | None = None,
+    ) -> None:
+        self.target = target
+        self.probe = probe
+        self.neural = neural
+        self.settings = settings or ModeSettings()
+        self.trace = Trace()
+        self._costs = costs
+
+    # -- what users call ----------------------------------------------------------------------------
+
+    @overload
+    def generate(self, prompt: str | Sequence[Mapping[str, str]] | Sequence[int], **options: Any) -> Generation: ...
+    @overload
+    def generate(self, prompt: Sequence[Prompt], **options: Any) -> list[Generation]: ...
+    def generate(self, prompt: Prompt | Sequence[Prompt], **options: Any) -> Generation | list[Generation]:
+        """The text after a prompt, or one for each of a list of prompts. Options: see `stream`.
+
+        Ctrl-C returns what there is, `interrupted` set; prompts that had not begun give empty texts.
+        """
+        prompts, single = _prompts(prompt)
+        results: dict[int, Generation] = {}
+        running: dict[int, _Progress] = {}
+        encoded = [self.target.encode(p) for p in prompts]
+        events = self._events(encoded, running, **options)
+        try:
+            for event in events:
+                if event.done is not None:
+                    results[event.request] = event.done
+        except KeyboardInterrupt:
+            events.close()
+            for number, ids in enumerate(encoded):
+                if number not in results:
+                    results[number] = self._finished(running.get(number), len(ids), interrupted=True)
+        out = [results[i] for i in range(len(prompts))]
+        return out[0] if single else out
+
+    def stream(self, prompt: Prompt | Sequence[Prompt], **options: Any) -> Iterator[Event]:
+        """Events as the text grows. Options:
+
+        mode            a name of `decoding.modes.MODES` (default switchsd)
+        max_new_tokens  most tokens to write (default 256)
+        temperature     0 = greedy (default); top_k, top_p, seed: as in `activations.sampling.Sampling`
+        stop            a text or texts that end the generation, and are no part of it
+        batch           most prompts decoded together (default 8)
+        kappa, candidates, depth, copy_nodes, neural_nodes, neural_depth, tau, gate, neural: see `ModeSettings`
+        """
+        prompts, _ = _prompts(prompt)
+        return self._events([self.target.encode(p) for p in prompts], {}, **options)
+
+    # -- inside -------------------------------------------------------------------------------------
+
+    def _events(
+        self,
+        prompts: list[list[int]],
+        running: dict[int, _Progress],
+        *,
+        mode: str = "switchsd",
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        batch: int = 8,
+        **settings: Any,
+    ) -> Generator[Event, None, None]:
+        """Checks everything at once, so that a bad option fails at the call and not at the first event."""
+        if max_new_tokens < 1:
+            raise DecodingError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
+        if batch < 1:
+            raise DecodingError(f"batch is {batch}; it must be 1 or more")
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if not all(stops):
+            raise DecodingError("a stop string is empty: give it some text")
+        try:
+            sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+            chosen = replace(self.settings, **settings)
+        except (ValueError, TypeError) as error:
+            raise DecodingError(str(error)) from error
+        plan = self.plan(mode, chosen)
+        requests = [
+            Request(i, ids, min(max_new_tokens, self.target.max_length - len(ids)), sampling, stops)
+            for i, ids in enumerate(prompts)
+        ]
+        return self._run(requests, plan, mode, min(batch, len(requests)), running)
+
+    def plan(self, mode: str, settings: ModeSettings | None = None) -> Plan:
+        """A mode, built from this decoder's parts."""
+        parts = Parts(self.target, settings or self.settings, self.probe, self.neural, self.costs)
+        built = get_mode(mode).build(parts)
+        if built.drafters:
+            ensure_tree_forward(self.target)
+        return built
+
+    def describe(self, mode: str) -> dict[str, Any]:
+        """Everything of this decoder that a mode's text and speed depend on, for JSON."""
+        plan = self.plan(mode)
+        return {
+            "mode": mode,
+            "lossless": get_mode(mode).lossless,
+            "settings": asdict(self.settings),
+            "gate": type(plan.gate).__name__,
+            "drafters": [d.describe() for d in plan.drafters],
+            "probe": None if plan.probe is None else plan.probe.config.to_dict(),
+        }
+
+    def costs(self) -> CostTable:
+        """The cost table: given, cached, or measured now (at most 20 s)."""
+        if self._costs is None:
+            self._costs = get_costs(self.target, self.neural)
+        return self._costs
+
+    def _run(
+        self, requests: list[Request], plan: Plan, mode: str, rows: int, running: dict[int, _Progress]
+    ) -> Generator[Event, None, None]:
+        self.trace = Trace()
+        began = perf_counter()
+        scheduler = SequentialScheduler(Engine(self.target, plan, rows, self.trace, mode), rows)
+
+        def admitted() -> Iterator[Request]:
+            for request in requests:
+                start = began if not running else perf_counter()
+                running[request.number] = _Progress(request, TextStream(self.target, request.stop), start)
+                yield request
+
+        out: dict[int, list[Event]] = {}
+
+        def ended(commit: Commit) -> bool:
+            progress = running[commit.request.number]
+            out[commit.request.number] = self._advance(progress, commit)
+            return progress.over
+
+        for commit in scheduler.run(admitted(), ended):
+            number = commit.request.number
+            events = out.pop(number)
+            if running[number].over:
+                tail = running[number].text.finish()
+                done = self._finished(running[number], len(commit.request.prompt))
+                events[-1] = replace(events[-1], text=events[-1].text + tail, done=done)
+            yield from events
+
+    def _advance(self, progress: _Progress, commit: Commit) -> list[Event]:
+        """Cut what lies behind a stop or a limit, and turn the rest into events."""
+        request = progress.request
+        now = perf_counter()
+        if not progress.emitted:
+            progress.first, progress.emitted = now, True
+        else:
+            progress.steps += 1
+        progress.last = now
+        tokens, sources = commit.tokens, commit.sources
+        extra = len(request.tokens) - len(request.prompt) - request.max_new_tokens
+        keep = len(tokens) - max(extra, 0)
+        for i, token in enumerate(tokens[:keep]):
+            if token in self.target.stop_ids:
+                keep, progress.stopped = i + 1, True
+                break
+        events: list[Event] = []
+        at = 0
+        while at < keep:
+            to = at + 1
+            while to < keep and not request.stop and sources[to] == sources[at]:
+                to += 1
+            shown = to - (progress.stopped and to == keep)  # a stop token is no text
+            text = progress.text.push(tokens[at:shown]) if shown > at else ""
+            events.append(Event(request.number, text, tokens[at:to], sources[at]))
+            at = to
+            if progress.text.stopped:
+                keep, progress.stopped = at, True
+        dropped = len(tokens) - keep
+        if dropped:
+            del tokens[keep:], sources[keep:], request.tokens[-dropped:], request.sources[-dropped:]
+        progress.over = progress.stopped or len(request.sources) >= request.max_new_tokens
+        return events
+
+    def _finished(self, progress: _Progress | None, prompt_tokens: int, interrupted: bool = False) -> Generation:
+        if progress is None or not progress.emitted:
+            return Generation("", [], [], prompt_tokens, 0, 0, False, interrupted, 0.0, 0.0)
+        if interrupted:
+            progress.text.finish()
+        request = progress.request
+        mine = [r for r in self.trace if r.request == request.number]
+        count = min(len(request.generated), len(request.sources))
+        return Generation(
+            text=progress.text.text,
+            tokens=request.generated[:count],
+            sources=request.sources[:count],
+            prompt_tokens=prompt_tokens,
+            steps=progress.steps,
+            copy_steps=sum(r.copies for r in mine),
+            stopped=progress.stopped,
+            interrupted=interrupted,
+            first_token_seconds=progress.first - progress.began,
+            decode_seconds=progress.last - progress.first,
+        )
+
+
+def _prompts(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+    """The prompts, and whether a single one was given (text, one list of messages, or one list of ids)."""
+    if isinstance(prompt, str):
+        return [prompt], True
+    items: list[Any] = list(prompt)
+    if not items:
+        raise DecodingError("no prompt was given")
+    if isinstance(items[0], (int, Mapping)):
+        return [items], True
+    return items, False
+
+

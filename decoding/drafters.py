@@ -1,0 +1,166 @@
+"""Drafters: what proposes the tokens that the target then verifies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+
+from activations.matching.index import SuffixIndex
+from activations.matching.match import MatchConfig, Matches
+from decoding.request import Request
+from decoding.tree import DraftTree
+
+
+class Budget(Protocol):
+    """A growth rule for a tree. `nodes` and `depth` are hard limits; the methods may ask for less."""
+
+    @property
+    def nodes(self) -> int: ...
+
+    @property
+    def depth(self) -> int: ...
+
+    def go_on(self, scores: torch.Tensor, depth: int) -> bool:
+        """Whether to grow another level, given the scores [beams] of the level at `depth` (1 = first drafted)."""
+        ...
+
+    def size(self, scores: torch.Tensor) -> int:
+        """How many of the grown nodes to keep, given all their scores [n]."""
+        ...
+
+
+@dataclass(frozen=True)
+class FixedBudget:
+    """Always the same limits."""
+
+    nodes: int = 16
+    """Most nodes of a tree, the pending token not counted."""
+    depth: int = 20
+    """Most tokens on one path."""
+
+    def go_on(self, scores: torch.Tensor, depth: int) -> bool:
+        return depth < self.depth
+
+    def size(self, scores: torch.Tensor) -> int:
+        return min(self.nodes, scores.numel())
+
+
+class Drafter(Protocol):
+    """Keeps its own state for each request, keyed by the request; catches up lazily.
+
+    Calls for one request: `start`, then any number of `propose` and `observe`, then `close`. A drafter is not asked
+    to propose at every step, but observes every one.
+    """
+
+    @property
+    def name(self) -> str:
+        """The `source` of its nodes."""
+        ...
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Sites of the target whose states it needs, in the order in which they are concatenated; may be empty."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What its drafts depend on, for JSON: settings, and a hash of the weights where it has any."""
+        ...
+
+    def start(self, request: Request, features: torch.Tensor | None) -> None:
+        """The prompt is prefilled: `request.tokens` = prompt + pending token; `features` [prompt, sites * width],
+        None without sites."""
+        ...
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> list[DraftTree | None]:
+        """One tree a request, growing from its pending token `request.tokens[-1]`; None if there is nothing to say.
+        Nodes deeper than `request.room` are of no use."""
+        ...
+
+    def observe(self, request: Request, features: torch.Tensor | None) -> None:
+        """A step is committed: `request.tokens` is longer by n, its last token is the new pending one; `features`
+        [n, sites * width] are those of the n newly verified positions (the old pending token and the accepted
+        ones), so that all features ever given number `len(request.tokens) - 1`. The tensor is the drafter's to keep."""
+        ...
+
+    def select(self, requests: Sequence[Request], rows: Sequence[int], from_position: int) -> None:
+        """The requests' rows are resampled: requests[i] goes on from the state of requests[rows[i]], whose tokens are
+        still in place; positions before `from_position` are known to be equal."""
+        ...
+
+    def close(self, request: Request) -> None:
+        """Forget a request. Safe to repeat."""
+        ...
+
+
+class NoDrafter:
+    """Never proposes: the target alone."""
+
+    name = "none"
+    sites: tuple[str, ...] = ()
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name}
+
+    def start(self, request: Request, features: torch.Tensor | None) -> None: ...
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> list[DraftTree | None]:
+        return [None] * len(requests)
+
+    def observe(self, request: Request, features: torch.Tensor | None) -> None: ...
+
+    def select(self, requests: Sequence[Request], rows: Sequence[int], from_position: int) -> None: ...
+
+    def close(self, request: Request) -> None: ...
+
+
+class CopyDrafter:
+    """Proposes what followed earlier occurrences of the last tokens: candidates most recent first, merged into a
+    trie. Keeps a suffix index of each request on the host."""
+
+    name = "copy"
+    sites: tuple[str, ...] = ()
+
+    def __init__(self, config: MatchConfig | None = None) -> None:
+        self.config = config or MatchConfig()
+        self._indices: dict[Request, SuffixIndex] = {}
+        self._matches: dict[Request, Matches] = {}
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, **asdict(self.config)}
+
+    def start(self, request: Request, features: torch.Tensor | None) -> None:
+        self._indices[request] = SuffixIndex(self.config, request.tokens)
+
+    def match(self, request: Request) -> Matches:
+        """The suffix matches of the request as it stands."""
+        found = self._matches.get(request)
+        if found is None:
+            found = self._matches[request] = self._indices[request].find()
+        return found
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> list[DraftTree | None]:
+        trees: list[DraftTree | None] = []
+        for request, budget in zip(requests, budgets, strict=True):
+            matches = self.match(request)
+            depth = min(budget.depth, request.room)
+            candidates = [c[:depth] for c in self._indices[request].candidates(matches)]
+            trees.append(DraftTree.trie(candidates, self.name, budget.nodes) if candidates and depth > 0 else None)
+        return trees
+
+    def observe(self, request: Request, features: torch.Tensor | None) -> None:
+        index = self._indices[request]
+        index.extend(request.tokens[len(index) :])
+        self._matches.pop(request, None)
+
+    def select(self, requests: Sequence[Request], rows: Sequence[int], from_position: int) -> None:
+        fresh = {r: SuffixIndex(self.config, requests[row].tokens) for r, row in zip(requests, rows, strict=True)}
+        self._indices.update(fresh)
+        for request in requests:
+            self._matches.pop(request, None)
+
+    def close(self, request: Request) -> None:
+        self._indices.pop(request, None)
+        self._matches.pop(request, None)

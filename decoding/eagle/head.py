@@ -1,0 +1,219 @@
+"""The EAGLE-3 head: one decoder block that drafts from the target's features.
+
+Row i pairs the feature of token i with the embedding of token i+1 and predicts token i+2; its RoPE position is i.
+A feature is either the concatenation of three target states, which `fc` maps to the head's width, or the head's
+own output at the row before (pre-norm). Architecture and checkpoint format: EAGLE-3 (arXiv 2503.01840) and the
+published SafeAILab checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+
+class HeadError(Exception):
+    """A head that cannot be loaded or does not fit its target. The message says what to do."""
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """The keys of a published EAGLE-3 `config.json` that the head needs."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    draft_vocab_size: int
+    head_dim: int = 0
+    """0: hidden_size / num_attention_heads."""
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    target_hidden_size: int = 0
+    """Width of the target's states; 0: the head's own width."""
+
+    @property
+    def per_head(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def feature_width(self) -> int:
+        return 3 * (self.target_hidden_size or self.hidden_size)
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> HeadConfig:
+        known = {f.name for f in fields(cls)}
+        values = {k: v for k, v in raw.items() if k in known and v is not None}
+        rope = raw.get("rope_parameters") or {}
+        if "rope_theta" not in values and "rope_theta" in rope:
+            values["rope_theta"] = rope["rope_theta"]
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise HeadError(f"config.json lacks a key of an EAGLE-3 head: {error}") from error
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def rotary(positions: torch.Tensor, dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [..., 1, dim] of positions [...], in the half-split layout of Llama."""
+    frequency = theta ** (-torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32) / dim)
+    angle = positions[..., None].float() * frequency
+    angle = torch.cat([angle, angle], dim=-1)[..., None, :]
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Apply rotary embedding to x [..., heads, dim]."""
+    half = x.shape[-1] // 2
+    turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+    return x * cos.to(x.dtype) + turned * sin.to(x.dtype)
+
+
+class EagleHead(nn.Module):
+    """Parameters under the published names; `project`, `attend` and `finish` are the parts that the trainer and
+    the drafter compose in their own ways."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, dim = config.hidden_size, config.per_head
+        q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
+        self.fc = nn.Linear(config.feature_width, width, bias=False)
+        layer: dict[str, nn.Module] = {
+            "hidden_norm": nn.RMSNorm(width, config.rms_norm_eps),
+            "input_layernorm": nn.RMSNorm(width, config.rms_norm_eps),
+            "post_attention_layernorm": nn.RMSNorm(width, config.rms_norm_eps),
+            "self_attn": nn.ModuleDict(
+                {
+                    "q_proj": nn.Linear(2 * width, q, bias=False),
+                    "k_proj": nn.Linear(2 * width, kv, bias=False),
+                    "v_proj": nn.Linear(2 * width, kv, bias=False),
+                    "o_proj": nn.Linear(q, width, bias=False),
+                }
+            ),
+            "mlp": nn.ModuleDict(
+                {
+                    "gate_proj": nn.Linear(width, config.intermediate_size, bias=False),
+                    "up_proj": nn.Linear(width, config.intermediate_size, bias=False),
+                    "down_proj": nn.Linear(config.intermediate_size, width, bias=False),
+                }
+            ),
+        }
+        self.midlayer = nn.ModuleDict(layer)
+        self.norm = nn.RMSNorm(width, config.rms_norm_eps)
+        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+
+    @property
+    def draft_tokens(self) -> torch.Tensor:
+        """Target ids [draft vocabulary] of the draft ids."""
+        return torch.arange(self.config.draft_vocab_size, device=self.d2t.device) + self.d2t
+
+    def set_vocabulary(self, tokens: torch.Tensor) -> None:
+        """Draft id k stands for target id tokens[k] (increasing)."""
+        self.d2t.copy_(tokens - torch.arange(len(tokens), device=tokens.device))
+        self.t2d.zero_()
+        self.t2d[tokens] = True
+
+    def project(
+        self, hidden: torch.Tensor, embedding: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rotated queries [..., H, D] and keys [..., Hkv, D], and values, of rows [..., width]."""
+        layer, dim = self.midlayer, self.config.per_head
+        x = torch.cat([layer["input_layernorm"](embedding), layer["hidden_norm"](hidden)], dim=-1)
+        attn = layer["self_attn"]
+        q, k, v = (attn[n](x).unflatten(-1, (-1, dim)) for n in ("q_proj", "k_proj", "v_proj"))
+        cos, sin = rotary(positions, dim, self.config.rope_theta)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The block's output [..., width] (the next row's feature) from its input and attention result."""
+        layer = self.midlayer
+        hidden = hidden + layer["self_attn"]["o_proj"](attended)
+        mlp, x = layer["mlp"], layer["post_attention_layernorm"](hidden)
+        return hidden + mlp["down_proj"](F.silu(mlp["gate_proj"](x)) * mlp["up_proj"](x))
+
+    def logits(self, output: torch.Tensor) -> torch.Tensor:
+        """Logits over the draft vocabulary."""
+        return self.lm_head(self.norm(output))
+
+    # -- files --------------------------------------------------------------------------------------
+
+    def save(self, folder: Path, **extra: object) -> None:
+        """Write config.json and model.safetensors in the published layout."""
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {
+            k: v.to(torch.bfloat16).contiguous() if v.is_floating_point() else v for k, v in self.state_dict().items()
+        }
+        save_file(state, folder / "model.safetensors")
+        config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
+        values = asdict(self.config)
+        values["head_dim"] = self.config.per_head
+        values["target_hidden_size"] = self.config.feature_width // 3
+        (folder / "config.json").write_text(json.dumps({**config, **values, **extra}, indent=2) + "\n")
+
+
+def load_head(folder: Path, target_vocab: int) -> EagleHead:
+    """Load a SafeAILab-format EAGLE-3 checkpoint (safetensors, or `pytorch_model.bin` read as weights only)."""
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        raise HeadError(f"{folder} holds no EAGLE-3 head: config.json is missing")
+    try:
+        raw = json.loads(config_file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise HeadError(f"{config_file} is not JSON: {error}") from error
+    state = _tensors(folder)
+    state = {k.removeprefix("model.").replace("layers.0.", "midlayer."): v for k, v in state.items()}
+    state.pop("embed_tokens.weight", None)  # the target's own embedding is used
+    missing = [k for k in ("fc.weight", "lm_head.weight", "midlayer.hidden_norm.weight") if k not in state]
+    if missing:
+        raise HeadError(f"{folder} is not an EAGLE-3 head: {', '.join(missing)} missing (EAGLE-1/2 is not supported)")
+    raw.setdefault("vocab_size", target_vocab)
+    raw["draft_vocab_size"] = state["lm_head.weight"].shape[0]
+    raw["target_hidden_size"] = state["fc.weight"].shape[1] // 3
+    config = HeadConfig.from_dict(raw)
+    if config.vocab_size != target_vocab:
+        raise HeadError(f"the head in {folder} is for a vocabulary of {config.vocab_size}, the target has {target_vocab}")
+    head = EagleHead(config)
+    if "d2t" not in state:
+        if config.draft_vocab_size != config.vocab_size:
+            raise HeadError(f"{folder} has a draft vocabulary of {config.draft_vocab_size} but no d2t tensor")
+        state["d2t"] = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
+    tokens = torch.arange(config.draft_vocab_size) + state["d2t"]
+    if tokens.min() < 0 or tokens.max() >= target_vocab or len(tokens.unique()) != len(tokens):
+        raise HeadError(f"the d2t tensor in {folder} does not map into the target's vocabulary of {target_vocab}")
+    state.pop("t2d", None)
+    result = head.load_state_dict(state, strict=False)
+    if set(result.missing_keys) - {"t2d"} or result.unexpected_keys:
+        raise HeadError(
+            f"the tensors in {folder} do not make an EAGLE-3 head: missing {result.missing_keys}, "
+            f"not understood {result.unexpected_keys}"
+        )
+    head.set_vocabulary(tokens)
+    return head.eval().requires_grad_(False)
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    try:
+        if files:
+            return {k: v for file in files for k, v in load_file(file).items()}
+        binary = folder / "pytorch_model.bin"
+        if binary.is_file():
+            state: dict[str, torch.Tensor] = torch.load(binary, map_location="cpu", weights_only=True)
+            return state
+    except Exception as error:
+        raise HeadError(f"cannot read the weights in {folder}: {error}") from error
+    raise HeadError(f"{folder} has no model.safetensors or pytorch_model.bin")

@@ -1,0 +1,354 @@
+"""Training an EAGLE-3 head from a capture store, with training-time test.
+
+The head is unrolled as it will be used: step 0 sees the target's features at every position; step k sees its own
+output of step k-1 and attends to the keys of step 0 up to its root and to its own chain. Later steps are unrolled
+from a random share of the roots only: their keys at step 0 are all that ties them to the other positions, so the
+gradient stays unbiased, at a third of the cost. The loss is the cross-entropy to the target's distribution over
+the draft vocabulary, weighted 0.8^k.
+
+The head starts from the target: its last block, final norm and output rows, with `fc` passing the highest feature.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from activations.provenance import provenance
+from activations.selftext import eagle_sites
+from activations.store import CaptureStore, write_json
+from activations.target import Target
+from decoding.eagle.head import EagleHead, HeadConfig
+
+
+@dataclass(frozen=True)
+class EagleTrainConfig:
+    """How a head is trained."""
+
+    draft_vocabulary: int = 8192
+    """The most frequent tokens of the training text."""
+    tokens: int = 3_000_000
+    """Rows to train on, repetitions included."""
+    batch_tokens: int = 2048
+    """Rows in an optimizer step."""
+    steps: int = 6
+    """Unrolled draft steps (training-time test)."""
+    unrolled_share: float = 0.3
+    """Share of the positions from which steps after the first are unrolled."""
+    decay: float = 0.8
+    """Step k's loss is weighted by decay to the power of k."""
+    learning_rate: float = 1e-3
+    """Peak; warmed up over 2 % of the run, then a cosine to zero."""
+    clip: float = 0.5
+    """Largest gradient norm."""
+    validation_documents: int = 48
+    """Documents held out (from the first shard of the first store)."""
+    checkpoint_seconds: float = 120.0
+    """How often the state of the run is saved."""
+    seed: int = 0
+
+
+@dataclass
+class Batch:
+    """Padded documents: B of them, T rows."""
+
+    features: torch.Tensor  # [B, T, 3 * width]
+    pending: torch.Tensor  # [B, T] token after each row's token
+    last: torch.Tensor  # [B, T, width] last resid_post
+    written: torch.Tensor  # [B, T] the pending token is the target's own
+
+
+def initial_head(target: Target, tokens: torch.Tensor) -> EagleHead:
+    """A head whose block, norm and output rows are copies of the target's last ones."""
+    config = target.config
+    block = target.layers[-1]
+    head = EagleHead(
+        HeadConfig(
+            hidden_size=target.width,
+            intermediate_size=config.intermediate_size,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=int(getattr(config, "head_dim", 0) or 0),
+            vocab_size=target.vocab_size,
+            draft_vocab_size=len(tokens),
+            rms_norm_eps=config.rms_norm_eps,
+            rope_theta=(config.rope_parameters or {}).get("rope_theta", 10000.0),
+            target_hidden_size=target.width,
+        )
+    )
+    width = target.width
+    with torch.no_grad():
+        head.fc.weight.normal_(0, 0.01)
+        head.fc.weight[:, 2 * width :] += torch.eye(width)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            weight = head.midlayer["self_attn"][name].weight
+            weight.normal_(0, 0.02)
+            weight[:, width:] = getattr(block.self_attn, name).weight.float()
+        head.midlayer["self_attn"]["o_proj"].weight.copy_(block.self_attn.o_proj.weight)
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            head.midlayer["mlp"][name].weight.copy_(getattr(block.mlp, name).weight)
+        for mine, theirs in (
+            ("input_layernorm", "input_layernorm"),
+            ("hidden_norm", "input_layernorm"),
+            ("post_attention_layernorm", "post_attention_layernorm"),
+        ):
+            head.midlayer[mine].weight.copy_(getattr(block, theirs).weight)
+        head.midlayer["input_layernorm"].weight.fill_(1.0)  # embeddings have another scale than the last stream
+        head.norm.weight.copy_(target.backbone.norm.weight)
+        head.lm_head.weight.copy_(target.head.weight[tokens])
+    head.set_vocabulary(tokens)
+    return head
+
+
+def draft_vocabulary(stores: Sequence[CaptureStore], size: int) -> tuple[torch.Tensor, float]:
+    """The most frequent written tokens (increasing ids) and the share of the text that they cover."""
+    counts = np.zeros(0, dtype=np.int64)
+    for store in stores:
+        for shard in range(len(store.shards)):
+            rows = store.shard_rows(shard)
+            fresh = np.bincount(rows["pending"][rows["loss_mask"]])
+            counts = np.pad(counts, (0, max(0, len(fresh) - len(counts))))
+            counts[: len(fresh)] += fresh
+    chosen = np.sort(np.argsort(-counts, kind="stable")[:size])
+    return torch.from_numpy(chosen), float(counts[chosen].sum() / counts.sum())
+
+
+def documents(store: CaptureStore, shard: int, sites: Sequence[str]) -> list[dict[str, torch.Tensor]]:
+    """The documents of a shard as tensors."""
+    rows = store.shard_rows(shard)
+    features = torch.cat([store.shard_states(shard, s) for s in sites[:3]], dim=-1)
+    last = store.shard_states(shard, sites[3])
+    cuts = [*np.flatnonzero(np.diff(rows["document"], prepend=-1)).tolist(), len(rows["document"])]
+    out = []
+    for a, b in zip(cuts[:-1], cuts[1:], strict=True):
+        if b - a > 8:
+            pending = torch.from_numpy(rows["pending"][a:b].astype(np.int64))
+            written = torch.from_numpy(rows["loss_mask"][a:b].copy())
+            out.append({"features": features[a:b], "pending": pending, "last": last[a:b], "written": written})
+    return out
+
+
+def batches(docs: list[dict[str, torch.Tensor]], budget: int) -> Iterator[Batch]:
+    """Pad documents of similar length together, at most `budget` rows a batch."""
+    group: list[dict[str, torch.Tensor]] = []
+    for doc in [*sorted(docs, key=lambda d: len(d["pending"])), None]:
+        if group and (doc is None or (len(group) + 1) * len(doc["pending"]) > budget):
+            length = len(group[-1]["pending"])
+
+            def pad(name: str, group: list = group, length: int = length) -> torch.Tensor:
+                return torch.stack(
+                    [F.pad(d[name], (0,) * (2 * d[name].dim() - 1) + (length - len(d[name]),)) for d in group]
+                )
+
+            yield Batch(pad("features"), pad("pending"), pad("last"), pad("written"))
+            group = []
+        if doc is not None:
+            group.append(doc)
+
+
+def unroll(
+    head: EagleHead, target: Target, batch: Batch, steps: int, share: float, generator: torch.Generator
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Per step: draft logits [n, draft], target logits over the draft vocabulary [n, draft], of the rows that count.
+
+    The third tensor says which of those rows' next tokens are in the draft vocabulary (only they enter the loss).
+    """
+    b, t = batch.pending.shape
+    width = head.config.hidden_size
+    groups = head.config.num_attention_heads // head.config.num_key_value_heads
+    with torch.no_grad():
+        normed = target.backbone.norm(batch.last)
+        rows = target.head.weight[head.draft_tokens]
+        embedding = target.embed(batch.pending)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """q [B, m, H, D], k and v [B, n, Hkv, D] -> [B, m, H * D]."""
+        k, v = (x.transpose(1, 2).repeat_interleave(groups, dim=1) for x in (k, v))
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None)
+        return out.transpose(1, 2).flatten(2)
+
+    def outcome(output: torch.Tensor, root: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows with root r at this step are judged by the target at r + 1 + step."""
+        at = root + 1 + step
+        inside = at < t
+        at = at.clamp(max=t - 1)
+        counts = inside & batch.written.gather(1, at)
+        known = head.t2d[batch.pending.gather(1, at)]
+        target_logits = normed.gather(1, at[..., None].expand(-1, -1, width))[counts] @ rows.T
+        return head.logits(output[counts]), target_logits, known[counts]
+
+    position = torch.arange(t).expand(b, t)
+    hidden = head.fc(batch.features)
+    q, key0, value0 = head.project(hidden, embedding, position)
+    output = head.finish(hidden, attend(q, key0, value0, None))
+    results = [outcome(output, position, 0)]
+    if steps == 1:
+        return results
+
+    # Roots of the later steps: the same number in each document, among the rows whose next tokens are written.
+    count = max(1, int(share * t))
+    weight = torch.zeros(b, t)
+    weight[:, :-1] = batch.written[:, 1:].float()
+    root = torch.multinomial(weight + 1e-6, count, generator=generator).sort(dim=1).values
+    seen = position[:, None, :] <= root[..., None]  # [B, m, T]
+    own = torch.eye(count, dtype=torch.bool).expand(b, count, count)
+    keys, values, masks = [key0], [value0], [seen]
+    hidden = output.gather(1, root[..., None].expand(-1, -1, width))
+    for step in range(1, steps):
+        at = (root + step).clamp(max=t - 1)
+        entering = embedding.gather(1, at[..., None].expand(-1, -1, embedding.shape[-1]))
+        q, k, v = head.project(hidden, entering, root + step)
+        keys.append(k)
+        values.append(v)
+        masks.append(own)
+        mask = torch.cat(masks, dim=2)[:, None]
+        hidden = head.finish(hidden, attend(q, torch.cat(keys, 1), torch.cat(values, 1), mask))
+        results.append(outcome(hidden, root, step))
+    return results
+
+
+def loss_of(results: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], decay: float) -> torch.Tensor:
+    """Weighted mean over the steps of the soft cross-entropy."""
+    total, weights = torch.zeros(()), 0.0
+    for step, (draft, wanted, known) in enumerate(results):
+        if known.any():
+            p = wanted[known].float().softmax(-1)
+            total = total - decay**step * (p * draft[known].float().log_softmax(-1)).sum(-1).mean()
+            weights += decay**step
+    return total / max(weights, 1e-9)
+
+
+def evaluate(
+    head: EagleHead, target: Target, docs: list[dict[str, torch.Tensor]], config: EagleTrainConfig
+) -> dict[str, object]:
+    """Loss, and per step the share of rows at which the head's first choice is the target's (unknown tokens are misses)."""
+    generator = torch.Generator().manual_seed(config.seed)
+    hits = np.zeros(config.steps)
+    rows = np.zeros(config.steps)
+    losses = []
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        for batch in batches(docs, config.batch_tokens):
+            results = unroll(head, target, batch, config.steps, 0.5, generator)
+            losses.append(float(loss_of(results, config.decay)))
+            for step, (draft, wanted, known) in enumerate(results):
+                hits[step] += int(((draft.argmax(-1) == wanted.argmax(-1)) & known).sum())
+                rows[step] += len(known)
+    return {"loss": float(np.mean(losses)), "agreement": (hits / np.maximum(rows, 1)).round(4).tolist()}
+
+
+def train(target: Target, stores: Sequence[Path], folder: Path, config: EagleTrainConfig) -> Iterator[dict[str, object]]:
+    """Train a head on capture stores (selection `all`) and save it in `folder`; yields a record now and then.
+
+    The run's state is kept in `folder/run` and is continued when the same command is given again.
+    """
+    random_ = random.Random(config.seed)
+    generator = torch.Generator().manual_seed(config.seed)
+    sites = eagle_sites(target.blocks)
+    opened = [CaptureStore.open(s) for s in stores]
+    run = folder / "run"
+    run.mkdir(parents=True, exist_ok=True)
+    state_file, tensors = run / "state.json", run / "state.safetensors"
+    if state_file.is_file():
+        state = json.loads(state_file.read_text())
+        tokens = load_file(tensors)["draft_tokens"]
+    else:
+        tokens, coverage = draft_vocabulary(opened, config.draft_vocabulary)
+        state = {"rows": 0, "updates": 0, "seconds": 0.0, "coverage": coverage}
+    head = initial_head(target, tokens)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    if tensors.is_file():
+        _restore(head, optimizer, load_file(tensors))
+    held_out = documents(opened[0], 0, sites)[: config.validation_documents]
+    started, saved, losses = time.monotonic(), time.monotonic(), []
+    yield {"rows": state["rows"], "coverage": state["coverage"], **evaluate(head, target, held_out, config)}
+    while state["rows"] < config.tokens:
+        opened = [CaptureStore.open(s) for s in stores]  # a store may still grow
+        order = [(s, k) for s, store in enumerate(opened) for k in range(len(store.shards))]
+        random_.shuffle(order)
+        for which, shard in order:
+            docs = documents(opened[which], shard, sites)
+            if (which, shard) == (0, 0):
+                docs = docs[config.validation_documents :]
+            ready = list(batches(docs, config.batch_tokens))
+            random_.shuffle(ready)
+            for batch in ready:
+                progress = min(1.0, state["rows"] / config.tokens)
+                warm = min(1.0, progress / 0.02 + 0.05)
+                for group in optimizer.param_groups:
+                    group["lr"] = config.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * progress))
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = loss_of(
+                        unroll(head, target, batch, config.steps, config.unrolled_share, generator), config.decay
+                    )
+                optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(head.parameters(), config.clip)
+                optimizer.step()
+                losses.append(float(loss.detach()))
+                state["rows"] += int(batch.pending.numel())
+                state["updates"] += 1
+            now = time.monotonic()
+            if now - saved > config.checkpoint_seconds or state["rows"] >= config.tokens:
+                state["seconds"] += now - saved
+                saved = now
+                record = {
+                    "rows": state["rows"],
+                    "seconds": round(now - started, 1),
+                    "train_loss": float(np.mean(losses)),
+                    **evaluate(head, target, held_out, config),
+                }
+                losses = []
+                _keep(run, state, head, optimizer, tokens)
+                with (run / "log.jsonl").open("a") as log:
+                    log.write(json.dumps(record) + "\n")
+                yield record
+            if state["rows"] >= config.tokens:
+                break
+    head.save(folder, switchsd={"target": target.fingerprint.to_dict(), "sites": sites[:3], "config": asdict(config)})
+    write_json(
+        folder / "training.json",
+        {
+            "config": asdict(config),
+            "coverage": state["coverage"],
+            "updates": state["updates"],
+            "result": evaluate(head, target, held_out, config),
+            "written_tokens": sum(s["written"] for store in opened for s in store.shards),
+            "dropped_as_contaminated": sum(s["contaminated"] for store in opened for s in store.shards),
+            "log": [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()],
+            "provenance": provenance(seed=config.seed),
+        },
+    )
+
+
+def _keep(run: Path, state: dict, head: EagleHead, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
+    tensors = {"draft_tokens": tokens}
+    for index, (name, parameter) in enumerate(head.named_parameters()):
+        tensors[f"head.{name}"] = parameter.detach()
+        moments = optimizer.state_dict()["state"].get(index, {})
+        tensors.update({f"optimizer.{index}.{k}": v for k, v in moments.items()})
+    save_file(tensors, run / "state.safetensors.tmp")
+    (run / "state.safetensors.tmp").replace(run / "state.safetensors")
+    write_json(run / "state.json", state)
+
+
+def _restore(head: EagleHead, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
+    moments: dict[int, dict[str, torch.Tensor]] = {}
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            parameter.copy_(tensors[f"head.{name}"])
+    for name, value in tensors.items():
+        if name.startswith("optimizer."):
+            _, index, key = name.split(".")
+            moments.setdefault(int(index), {})[key] = value
+    if moments:
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})

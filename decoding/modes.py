@@ -1,0 +1,189 @@
+"""Modes: named choices of gate, drafters and verifier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from activations.matching.match import MatchConfig
+from activations.target import Target
+from decoding.drafters import CopyDrafter, Drafter, FixedBudget
+from decoding.gates import COPY, Always, Choice, CostGate, Gate, MatchLengthGate, Never, ProbeGate
+from decoding.verifier import Verifier
+
+if TYPE_CHECKING:
+    from decoding.costs import CostTable
+
+NEURAL = ("eagle", "draft", "none")
+"""Neural sides that `--neural` chooses from."""
+
+
+class DecodingError(Exception):
+    """A generation that was asked for in a way that cannot be done. The message says what to do."""
+
+
+class SiteProbe(Protocol):
+    """What decoding needs of a probe."""
+
+    @property
+    def config(self) -> ProbeSite: ...
+
+    def score(self, state: torch.Tensor) -> torch.Tensor:
+        """Probabilities [...] of states [..., width]."""
+        ...
+
+
+class ProbeSite(Protocol):
+    @property
+    def site(self) -> str: ...
+
+    @property
+    def threshold(self) -> float: ...
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class ModeSettings:
+    """What the modes can be told."""
+
+    kappa: int = 5
+    """Shortest suffix match that is copied from."""
+    candidates: int = 10
+    """Most copy candidates, the most recent first."""
+    depth: int = 20
+    """Most tokens of a copy candidate."""
+    copy_nodes: int = 20
+    """Most nodes of a copy trie."""
+    neural_nodes: int = 15
+    """Most nodes of the neural drafter's tree."""
+    neural_depth: int = 5
+    """Most levels of the neural drafter's tree."""
+    tau: float | None = None
+    """Copy intent from which the switch copies; by default the probe's own threshold."""
+    gate: str = "probe"
+    """Gate of `switchsd`: probe (SwitchSD's rule), cost (expected tokens per millisecond), match (no probe)."""
+    neural: str = "eagle"
+    """Neural side: eagle, draft or none."""
+
+    def __post_init__(self) -> None:
+        for name in ("kappa", "candidates", "depth", "copy_nodes", "neural_nodes", "neural_depth"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        if self.gate not in ("probe", "cost", "match"):
+            raise ValueError(f"unknown gate {self.gate!r}: use probe, cost or match")
+        if self.neural not in NEURAL:
+            raise ValueError(f"unknown neural side {self.neural!r}: use {', '.join(NEURAL)}")
+        if self.tau is not None and not 0 <= self.tau <= 1:
+            raise ValueError(f"tau is {self.tau}; a threshold of a probability lies in [0, 1]")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a mode may be built from."""
+
+    target: Target
+    settings: ModeSettings
+    probe: SiteProbe | None = None
+    neural: Drafter | None = None
+    costs: Callable[[], CostTable] | None = None
+    """Gives the cost table; called only by what needs it, because it may have to measure."""
+
+    def copy(self) -> tuple[CopyDrafter, Choice]:
+        s = self.settings
+        drafter = CopyDrafter(MatchConfig(kappa=s.kappa, candidates=s.candidates, depth=s.depth))
+        return drafter, Choice(COPY, FixedBudget(s.copy_nodes, s.depth))
+
+    def neural_choice(self) -> Choice | None:
+        """The neural side that the settings ask for; None where they ask for none or there is none."""
+        s = self.settings
+        if s.neural == "draft" and (self.neural is None or self.neural.name != "draft"):
+            raise DecodingError("the neural side 'draft' (a small draft model) is not yet available: use eagle or none")
+        if s.neural == "none" or self.neural is None:
+            return None
+        if s.neural != self.neural.name:
+            raise DecodingError(
+                f"the neural side {s.neural!r} was asked for and {self.neural.name!r} is loaded: "
+                f"use neural={self.neural.name} or none"
+            )
+        return Choice(self.neural.name, FixedBudget(s.neural_nodes, s.neural_depth))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A mode, built: what the engine runs."""
+
+    gate: Gate
+    drafters: tuple[Drafter, ...] = ()
+    probe: SiteProbe | None = None
+    verifier: Verifier = field(default_factory=Verifier)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A named way of decoding."""
+
+    name: str
+    summary: str
+    lossless: bool
+    """True: the text is the target's own."""
+    build: Callable[[Parts], Plan]
+
+
+def _ar(parts: Parts) -> Plan:
+    return Plan(Never())
+
+
+def _copy(parts: Parts) -> Plan:
+    drafter, choice = parts.copy()
+    return Plan(MatchLengthGate(choice), (drafter,))
+
+
+def _eagle(parts: Parts) -> Plan:
+    choice = parts.neural_choice()
+    if choice is None or parts.neural is None:
+        raise DecodingError(
+            f"mode 'eagle' needs an EAGLE head for {parts.target.name}, and none is loaded: "
+            "give one (drafter=...), or use mode copy, switchsd or ar"
+        )
+    return Plan(Always(choice), (parts.neural,))
+
+
+def _switchsd(parts: Parts) -> Plan:
+    s = parts.settings
+    drafter, copy = parts.copy()
+    neural = parts.neural_choice()
+    drafters: tuple[Drafter, ...] = (drafter,) if neural is None or parts.neural is None else (drafter, parts.neural)
+    if s.gate == "match":
+        return Plan(MatchLengthGate(copy, neural), drafters)
+    if parts.probe is None:
+        raise DecodingError(
+            f"mode 'switchsd' needs a probe for {parts.target.name}, and none is loaded: "
+            "train one (switchsd train), or use gate=match or mode copy"
+        )
+    if s.gate == "cost":
+        if parts.costs is None:
+            raise DecodingError("gate 'cost' needs a cost table: run `switchsd profile`, or use gate=probe")
+        return Plan(CostGate(parts.costs(), copy, neural), drafters, parts.probe)
+    tau = s.tau if s.tau is not None else parts.probe.config.threshold
+    return Plan(ProbeGate(copy, neural, tau), drafters, parts.probe)
+
+
+MODES: dict[str, Mode] = {
+    mode.name: mode
+    for mode in (
+        Mode("ar", "the target alone, one token a step", True, _ar),
+        Mode("copy", "copies wherever a suffix match exists", True, _copy),
+        Mode("eagle", "drafts with an EAGLE head at every step", True, _eagle),
+        Mode("switchsd", "copies where a probe says that the target will, else drafts with a head", True, _switchsd),
+    )
+}
+
+
+def get_mode(name: str) -> Mode:
+    if name not in MODES:
+        raise DecodingError(f"unknown mode {name!r}: use {', '.join(MODES)}")
+    return MODES[name]

@@ -1,0 +1,128 @@
+"""The verifier: which drafted path the target follows, and what comes after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from decoding.request import Request
+from decoding.tree import DraftTree
+
+Intent = Callable[[torch.Tensor], torch.Tensor]
+"""Copy intents [B] of the anchors at the given slots [B] (0 = pending token, i + 1 = node i) of the last forward."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one row's verification found."""
+
+    path: list[int]
+    """Accepted node indices, from the top down."""
+    pending: int
+    """The target's own next token after them."""
+    intent: float | None = None
+    """Copy intent at the new anchor, where a probe reads it."""
+
+
+class Verifier:
+    """Exact: the target's next token is chosen at a node, by argmax or by keyed sampling; if a child has that
+    token, verification descends to it, else the token is the new pending one.
+
+    Under the key (seed, request, position) the choice does not depend on the tree, so that every mode gives the
+    text that the target alone gives.
+    """
+
+    lossless = True
+
+    def accept(
+        self,
+        trees: Sequence[DraftTree],
+        logits: torch.Tensor,
+        requests: Sequence[Request],
+        intent: Intent | None = None,
+    ) -> list[Verdict]:
+        """Judge `logits` [B, Q, V] of [pending token, nodes of the tree, padding] in each row."""
+        if logits.device.type == "cpu":
+            return self._accept_lazily(trees, logits, requests, intent)
+        return self._accept_at_once(trees, logits, requests, intent)
+
+    def _accept_lazily(
+        self, trees: Sequence[DraftTree], logits: torch.Tensor, requests: Sequence[Request], intent: Intent | None
+    ) -> list[Verdict]:
+        """Only the nodes on the path are looked at: a choice over a large vocabulary is dear on a CPU."""
+        found: list[tuple[list[int], int]] = []
+        for row, (tree, request) in enumerate(zip(trees, requests, strict=True)):
+            path: list[int] = []
+            node = -1
+            while True:
+                token = self._choose(logits[row, node + 1 : node + 2], [request], [len(request.tokens) + len(path)])
+                chosen = int(token)
+                child = tree.children.get((node, chosen)) if len(tree) else None
+                if child is None:
+                    break
+                path.append(child)
+                node = child
+            found.append((path, chosen))
+        scores: list[float | None] = [None] * len(found)
+        if intent is not None:
+            scores = intent(torch.tensor([path[-1] + 1 if path else 0 for path, _ in found])).tolist()
+        return [Verdict(path, chosen, score) for (path, chosen), score in zip(found, scores, strict=True)]
+
+    def _accept_at_once(
+        self, trees: Sequence[DraftTree], logits: torch.Tensor, requests: Sequence[Request], intent: Intent | None
+    ) -> list[Verdict]:
+        """All nodes are judged on the device; one packed copy brings the outcome to the host."""
+        b, q, _ = logits.shape
+        device = logits.device
+        tokens = torch.full((b, q), -1, dtype=torch.long)
+        above = torch.zeros(b, q, dtype=torch.long)
+        depths = torch.zeros(b, q, dtype=torch.long)
+        off_path = torch.ones(b, q, q, dtype=torch.bool)  # True where node j is no ancestor of i
+        for row, tree in enumerate(trees):
+            n = len(tree)
+            if n == 0:
+                continue
+            tokens[row, 1 : n + 1] = torch.tensor(tree.tokens)
+            above[row, 1 : n + 1] = torch.tensor([max(p, -1) + 1 for p in tree.parents])
+            depths[row, 1 : n + 1] = torch.tensor(tree.depths)
+            for i, line in enumerate(tree.ancestors):
+                off_path[row, i + 1, [a + 1 for a in line]] = False
+        starts = torch.tensor([len(r.tokens) for r in requests])
+        packed = torch.stack([tokens, above, depths, starts[:, None] + depths]).to(device, non_blocking=True)
+        tokens, above, depths, positions = packed.unbind(0)
+        off_path = off_path.to(device, non_blocking=True)
+        chosen = self._choose(
+            logits.flatten(0, 1), [r for r in requests for _ in range(q)], positions.flatten()
+        ).view(b, q)
+        followed = chosen.gather(1, above) == tokens
+        followed |= torch.arange(q, device=device) == 0
+        accepted = (followed[:, None, :] | off_path).all(-1) & (depths > 0)
+        best = (accepted * depths).argmax(-1)  # 0, the pending token itself, where nothing is accepted
+        outcome = [best.double(), chosen.gather(1, best[:, None])[:, 0].double()]
+        if intent is not None:
+            outcome.append(intent(best).double())
+        verdicts = []
+        for tree, (slot, pending, *score) in zip(trees, torch.stack(outcome, 1).tolist(), strict=True):
+            path = list(tree.ancestors[int(slot) - 1]) if slot else []
+            verdicts.append(Verdict(path, int(pending), score[0] if score else None))
+        return verdicts
+
+    def _choose(
+        self, logits: torch.Tensor, requests: Sequence[Request], positions: Sequence[int] | torch.Tensor
+    ) -> torch.Tensor:
+        """The target's next tokens [N] for logits [N, V]; rows that share a sampling are processed together."""
+        sampling = requests[0].sampling
+        if all(r.sampling == sampling for r in requests):
+            if sampling.greedy:
+                return logits.argmax(-1)
+            numbers = torch.tensor([r.number for r in requests], device=logits.device)
+            return sampling.next_tokens(logits, numbers, torch.as_tensor(positions, device=logits.device))
+        positions = torch.as_tensor(positions, device=logits.device)
+        out = torch.empty(len(requests), dtype=torch.long, device=logits.device)
+        for sampling in {r.sampling for r in requests}:
+            index = [i for i, r in enumerate(requests) if r.sampling == sampling]
+            numbers = torch.tensor([requests[i].number for i in index], device=logits.device)
+            out[index] = sampling.next_tokens(logits[index], numbers, positions[index])
+        return out

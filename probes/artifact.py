@@ -1,0 +1,320 @@
+"""The probe artifact: a folder that holds a fitted probe and everything needed to trust and use it.
+
+probe.safetensors   weight [width], bias, scale, calibration [2]; all float32
+config.json         a ProbeConfig
+README.md           a model card made from the config
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from activations.target import Fingerprint, Target
+
+VERSION = 1
+SHIPPED = Path(__file__).parent / "weights"
+"""Probes that come with the package; a folder below it is a probe's short name."""
+SHAPES: dict[str, tuple[int, ...] | None] = {"weight": None, "bias": (), "scale": (), "calibration": (2,)}
+
+
+class ProbeError(Exception):
+    """A probe that cannot be fitted, read, or used on this target. The message says what to do."""
+
+
+@dataclass(frozen=True)
+class ProbeConfig:
+    """What a probe is, where it came from, and how good it is."""
+
+    site: str
+    """Where the state is read, for example `resid_mid.18`."""
+    width: int
+    """Number of entries of a state."""
+    label: str
+    """What the score is the probability of: span_t, span_t1, span_t2 or follow."""
+    label_settings: Mapping[str, Any]
+    """How the label was made, and which rows were fitted."""
+    threshold: float
+    """Copy where the score is at least this."""
+    threshold_rule: str
+    """How the threshold was chosen."""
+    target: Fingerprint
+    """The target whose states were fitted; no other target fits."""
+    target_name: str
+    """Alias, hub id or folder name of that target."""
+    store: str
+    """sha256 of the manifest of the capture store."""
+    split: Mapping[str, Any]
+    """Which part was used for what, with its numbers of groups, documents and rows."""
+    metrics: Mapping[str, Any]
+    """Results on the test part, with intervals."""
+    provenance: Mapping[str, Any]
+    """Command line, versions, git commit, seed and time."""
+    kind: Literal["linear"] = "linear"
+    """The estimator."""
+    version: int = VERSION
+    """Version of this format."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], where: str = "config.json") -> ProbeConfig:
+        """Check the keys and the version; `where` names the file in messages."""
+        if not isinstance(values, Mapping):
+            raise ProbeError(f"{where} is not a JSON object: {AGAIN}")
+        if values.get("version") != VERSION:
+            raise ProbeError(
+                f"{where} has format version {values.get('version')!r}; this switchsd reads {VERSION}: "
+                "use the switchsd that wrote it, or train the probe again"
+            )
+        wanted = {f.name for f in fields(cls)}
+        missing, unknown = sorted(wanted - set(values)), sorted(set(values) - wanted)
+        if missing or unknown:
+            told = [
+                f"{word} {', '.join(keys)}" for word, keys in (("lacks", missing), ("has unknown", unknown)) if keys
+            ]
+            raise ProbeError(f"{where} {' and '.join(told)}: {AGAIN}")
+        try:
+            return cls(**{**values, "target": Fingerprint(**values["target"])})
+        except TypeError as error:
+            raise ProbeError(f"{where} has a target that is no fingerprint ({error}): {AGAIN}") from error
+
+
+AGAIN = "train the probe again with `switchsd train`, or download it again"
+
+
+class Probe:
+    """A linear probe that is ready to score states.
+
+    logit = calibration[0] * (weight . state * scale + bias) + calibration[1], all in float32 on the state's device;
+    the four numbers and the weight are folded into one dot product when the probe is made.
+    """
+
+    def __init__(
+        self,
+        config: ProbeConfig,
+        weight: torch.Tensor,
+        bias: float = 0.0,
+        scale: float = 1.0,
+        calibration: tuple[float, float] = (1.0, 0.0),
+    ) -> None:
+        """`weight` [width] is for states times `scale`, which brings them to RMS 1."""
+        self.config = config
+        self.tensors = {
+            "weight": weight.detach().to("cpu", torch.float32).contiguous(),
+            "bias": torch.tensor(bias, dtype=torch.float32),
+            "scale": torch.tensor(scale, dtype=torch.float32),
+            "calibration": torch.tensor(calibration, dtype=torch.float32),
+        }
+        _check(self.tensors, config, "the probe")
+        a, b = self.tensors["calibration"].double()
+        self._weight = (a * self.tensors["scale"].double() * self.tensors["weight"].double()).float()
+        self._bias = (a * self.tensors["bias"].double() + b).float()
+
+    def to(self, device: str | torch.device) -> Probe:
+        """Move what `logit` needs; done by itself at the first state of another device."""
+        self._weight, self._bias = self._weight.to(device), self._bias.to(device)
+        return self
+
+    @torch.no_grad()
+    def logit(self, state: torch.Tensor) -> torch.Tensor:
+        """Calibrated log-odds [...] in float32 of states [..., width] of any float dtype."""
+        if state.shape[-1:] != self._weight.shape:
+            raise ProbeError(f"this probe reads states of width {len(self._weight)}, got shape {tuple(state.shape)}")
+        if state.device != self._weight.device:
+            self.to(state.device)
+        return state.float() @ self._weight + self._bias
+
+    def score(self, state: torch.Tensor) -> torch.Tensor:
+        """Copy intent [...]: the probability in float32 that the label is 1, for states [..., width]."""
+        return torch.sigmoid(self.logit(state))
+
+    def check_target(self, target: Fingerprint, name: str = "this target") -> None:
+        """Raise ProbeError unless the probe was fitted on this target."""
+        differences = self.config.target.mismatch(target)
+        if differences:
+            raise ProbeError(
+                f"the probe at {self.config.site} was trained on {self.config.target_name} "
+                f"({_describe(self.config.target)}) and does not fit {name} ({_describe(target)}); "
+                f"they differ in {'; '.join(differences)}. "
+                f"Choose the probe of {name}, or train one with `switchsd train`."
+            )
+
+    # -- files --------------------------------------------------------------------------------------
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> Path:
+        """Write the artifact into `folder`, each file whole or not at all; config.json last."""
+        root = Path(folder)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            scratch = root / "probe.safetensors.tmp"
+            save_file(self.tensors, scratch)
+            os.replace(scratch, root / "probe.safetensors")
+            config = json.dumps(self.config.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+            for name, text in (("README.md", model_card(self.config)), ("config.json", config)):
+                scratch = root / f"{name}.tmp"
+                scratch.write_text(text, encoding="utf-8")
+                os.replace(scratch, root / name)
+        except (OSError, SafetensorError) as error:
+            advice = "free some space or choose another folder"
+            raise ProbeError(f"cannot write the probe to {root} ({error}): {advice}") from error
+        return root
+
+    @classmethod
+    def from_pretrained(
+        cls, name: str | os.PathLike[str], target: Target | None = None, *, revision: str | None = None
+    ) -> Probe:
+        """Read a probe from a folder, by the short name of a shipped one (`shipped_probes()`), or from a hub id.
+
+        With a `target`, a probe of another target is refused.
+        """
+        root = _locate(os.fspath(name), revision)
+        config_file, weights_file = root / "config.json", root / "probe.safetensors"
+        for file in (config_file, weights_file):
+            if not file.is_file():
+                raise ProbeError(f"{root} is not a whole probe: {file.name} is missing: {AGAIN}")
+        try:
+            values = json.loads(config_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ProbeError(f"cannot read {config_file} ({error}): {AGAIN}") from error
+        config = ProbeConfig.from_dict(values, str(config_file))
+        try:
+            tensors = load_file(weights_file)
+        except (OSError, SafetensorError) as error:
+            raise ProbeError(f"cannot read {weights_file} ({error}): {AGAIN}") from error
+        _check(tensors, config, str(weights_file))
+        a, b = tensors["calibration"].tolist()
+        probe = cls(config, tensors["weight"], tensors["bias"].item(), tensors["scale"].item(), (a, b))
+        if target is not None:
+            probe.check_target(target.fingerprint, target.name)
+        return probe
+
+    def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
+        """Upload the artifact to a model repository of the hub, made if need be; returns its address."""
+        from huggingface_hub import HfApi
+
+        api = HfApi(token=token)
+        address = str(api.create_repo(repo_id, private=private, exist_ok=True))
+        with tempfile.TemporaryDirectory() as scratch:
+            self.save_pretrained(scratch)
+            api.upload_folder(repo_id=repo_id, folder_path=scratch, commit_message=f"Probe at {self.config.site}")
+        return address
+
+
+def shipped_probes() -> list[str]:
+    """Short names of the probes that come with the package."""
+    return sorted(file.parent.relative_to(SHIPPED).as_posix() for file in SHIPPED.rglob("config.json"))
+
+
+def _locate(name: str, revision: str | None) -> Path:
+    if name and Path(name).is_dir():
+        return Path(name)
+    if name in shipped_probes():
+        return SHIPPED / name
+    if not name or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        known = ", ".join(shipped_probes()) or "none"
+        raise ProbeError(f"no probe {name!r}: give a folder, a shipped probe ({known}) or a hub id (org/name)")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=["probe.safetensors", "config.json"]))
+    except (OSError, ValueError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ProbeError(f"{name!r} is no folder, and cannot be had from the hub: {first}") from error
+
+
+def _check(tensors: Mapping[str, torch.Tensor], config: ProbeConfig, where: str) -> None:
+    """Names, shapes and finite values."""
+    if set(tensors) != set(SHAPES):
+        raise ProbeError(f"{where} has tensors {sorted(tensors)}, expected {sorted(SHAPES)}: {AGAIN}")
+    for name, expected in SHAPES.items():
+        shape = (config.width,) if expected is None else expected
+        if tuple(tensors[name].shape) != shape:
+            raise ProbeError(f"{where}: {name} has shape {list(tensors[name].shape)}, expected {list(shape)}: {AGAIN}")
+        if not torch.isfinite(tensors[name]).all():
+            raise ProbeError(f"{where}: {name} has values that are not finite: {AGAIN}")
+
+
+def _describe(target: Fingerprint) -> str:
+    return f"{target.architecture}, {target.blocks} blocks, width {target.width}, revision {target.revision}"
+
+
+def model_card(config: ProbeConfig) -> str:
+    """The README.md of an artifact."""
+    lines = [
+        "---",
+        "library_name: switchsd",
+        "tags: [probe, speculative-decoding, copy-intent]",
+        "---",
+        "",
+        f"# Copy-intent probe for {config.target_name}",
+        "",
+        f"A {config.kind} probe that reads the state at `{config.site}` (width {config.width}) of the last position "
+        f"that has one, and gives the probability of `{config.label}`.",
+        "",
+        "```python",
+        "from probes.artifact import Probe",
+        "",
+        'probe = Probe.from_pretrained("path/to/this/folder", target)',
+        "copy = probe.score(state) >= probe.config.threshold",
+        "```",
+        "",
+        f"- Target: {_describe(config.target)}. It fits no other target.",
+        f"- Threshold: {config.threshold:.4f} ({config.threshold_rule}).",
+        f"- Label settings: {_pairs(config.label_settings)}.",
+        f"- Capture store: manifest sha256 {config.store}.",
+        "",
+        "## Split",
+        "",
+        *_list(config.split),
+        "",
+        "## Results on the test part",
+        "",
+        "| metric | value |",
+        "| --- | --- |",
+        *(f"| {name} | {_cell(value)} |" for name, value in _flat(config.metrics)),
+        "",
+        "Values in brackets are 95 % intervals from a bootstrap over documents.",
+        "",
+        "## Provenance",
+        "",
+        *_list(config.provenance),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _list(values: Mapping[str, Any]) -> list[str]:
+    return [f"- {k}: {_pairs(v) if isinstance(v, Mapping) else _cell(v)}" for k, v in values.items()]
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{k} {_cell(v)}" for k, v in values.items())
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    out: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        if isinstance(value, Mapping) and "estimate" not in value:
+            out += _flat(value, f"{prefix}{key} / ")
+        else:
+            out.append((prefix + key, value))
+    return out
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, Mapping) and "estimate" in value:
+        return f"{_cell(value['estimate'])} [{_cell(value['lower'])}, {_cell(value['upper'])}]"
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)

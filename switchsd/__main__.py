@@ -1,0 +1,3 @@
+from switchsd.cli import main
+
+raise SystemExit(main())

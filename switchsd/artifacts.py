@@ -1,0 +1,46 @@
+"""Where probes and drafters are kept: shipped inside the packages, or made by the user and cached.
+
+    <package>/weights/<target>/...        shipped for an embedded target
+    <cache>/artifacts/<target>/...        made by `switchsd train`, and found first
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Literal
+
+from activations.packaged import cache_dir
+
+Kind = Literal["probe", "eagle"]
+PACKAGE = {"probe": "probes", "eagle": "decoding"}
+
+
+def slug(target: str) -> str:
+    """A target's name as a folder name: the last two parts of an id or path, in plain characters."""
+    parts = [p for p in re.split(r"[/\\]+", target) if p not in ("", ".", "..", "~")]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", "--".join(parts[-2:])) or "target"
+
+
+def cached(kind: Kind, target: str, name: str = "") -> Path:
+    """Where an artifact made on this machine belongs."""
+    folder = cache_dir() / "artifacts" / slug(target)
+    return folder / "probes" / name if kind == "probe" else folder / "eagle3"
+
+
+def shipped(kind: Kind, target: str) -> Path:
+    """Where the packages keep what they ship for a target."""
+    folder = Path(str(resources.files(PACKAGE[kind]))) / "weights" / slug(target)
+    return folder if kind == "probe" else folder / "eagle3"
+
+
+def candidates(kind: Kind, target: str) -> Iterator[Path]:
+    """Artifact folders for a target: the user's own first; of several probes `best` before the others."""
+    for root in (cached(kind, target), shipped(kind, target)):
+        if kind == "eagle":
+            found = [root]
+        else:
+            found = sorted(root.iterdir(), key=lambda p: (p.name != "best", p.name)) if root.is_dir() else []
+        yield from (folder for folder in found if (folder / "config.json").is_file())

@@ -1,0 +1,105 @@
+"""The `switchsd` command. Each subcommand lives in its own module, imported only when it is asked for."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from switchsd.options import expand
+
+COMMANDS = {
+    "demo": "Capture, fit a probe and decode with it, in front of you.",
+    "generate": "Write text; every token is coloured by who drafted it.",
+    "capture": "Store hidden states and copy labels of a target's own text.",
+    "train": "Fit a probe or train an EAGLE-3 head.",
+    "write": "Let the target write bulk text for training drafters.",
+    "profile": "Measure what each part of a step costs on this machine.",
+    "bench": "Compare modes on prompts, beside Hugging Face generate.",
+    "sites": "List where a target's hidden states can be read.",
+    "doctor": "Say what is installed, cached and missing.",
+}
+OK, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def application(asked: str | None) -> typer.Typer:
+    """The app with the asked command complete and the others by name only, so that nothing heavy is imported."""
+    app = typer.Typer(
+        name="switchsd",
+        help="Speculative decoding that listens to the model.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    for name, text in COMMANDS.items():
+        if name != asked:
+            app.command(name, help=text)(_by_name_only)
+            continue
+        module = importlib.import_module(f"switchsd.commands.{name}")
+        if hasattr(module, "SUBCOMMANDS"):
+            group = typer.Typer(help=text, no_args_is_help=True)
+            for command in module.SUBCOMMANDS:
+                group.command(command.__name__)(expand(command))
+            app.add_typer(group, name=name)
+        else:
+            app.command(name)(expand(getattr(module, name)))
+    return app
+
+
+def _by_name_only() -> None:
+    raise AssertionError("only the asked command is ever called")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit code: 0, 1 for a failure, 2 for a wrong command line."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    asked = next((a for a in arguments if not a.startswith("-")), None)
+    if arguments[:1] == ["--version"]:
+        from switchsd import __version__
+
+        print(f"switchsd {__version__}")
+        return OK
+    try:
+        application(asked)(arguments, prog_name="switchsd")
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else OK if done.code is None else FAILURE
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        if os.environ.get("SWITCHSD_DEBUG"):
+            raise
+        code, message = explain(error)
+        print(f"error: {message}", file=sys.stderr)
+        return code
+    return OK
+
+
+USAGE_ERRORS = ("UsageError", "TargetError", "PromptError", "DecodingError", "BadParameter")
+"""What was asked for cannot be done. By name, because their modules load torch."""
+FAILURES = ("StoreError", "ProbeError", "HeadError", "CostError", "MissingModel", "TreeForwardError")
+"""What was asked for is right, and something in the way."""
+
+
+def explain(error: Exception) -> tuple[int, str]:
+    """Exit code and a message for people."""
+    name = type(error).__name__
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" while writing {error.filename}" if error.filename else ""
+        return FAILURE, f"the disk is full{where}: free some space and run the same command again"
+    if "No space left on device" in str(error):  # a library's own exception around the same thing
+        return FAILURE, f"the disk is full: free some space and run the same command again ({error})"
+    if name in USAGE_ERRORS:
+        return USAGE, str(error)
+    if name in FAILURES or isinstance(error, (ValueError, OSError)):
+        return FAILURE, str(error) or name
+    return FAILURE, f"{name}: {error} (set SWITCHSD_DEBUG=1 to see where)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""`switchsd generate`: text as it comes, every token coloured by who drafted it."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from decoding.modes import MODES, ModeSettings
+from switchsd.loading import AUTO, load
+from switchsd.options import UsageError
+from switchsd.show import AsJson, as_json, bar, colour, notes, out
+
+WHO = {"target": "the target itself", "copy": "copied", "eagle": "EAGLE-3 head"}
+
+
+def generate(
+    settings: ModeSettings,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; without one, standard input is read.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
+    target: Annotated[str, typer.Option(help="An alias, a hub id or a folder.")] = "smollm2",
+    mode: Annotated[str, typer.Option(help=f"How to decode: {', '.join(MODES)}.")] = "switchsd",
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to write.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this probability; 1 keeps all.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Keys the sampling noise.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="A text that ends the generation. Repeatable.")] = None,
+    probe: Annotated[str, typer.Option(help="Folder, shipped name or hub id of a probe; auto: one that fits.")] = AUTO,
+    drafter: Annotated[str, typer.Option(help="Folder of an EAGLE-3 head; auto: one that fits.")] = AUTO,
+    dtype: Annotated[str, typer.Option(help="auto (bfloat16), bfloat16, float16 or float32.")] = "auto",
+    trace: Annotated[Path | None, typer.Option(help="Write one record a step to this Parquet file.")] = None,
+    json: AsJson = False,
+) -> None:
+    """Write text; every token is coloured by who drafted it."""
+    if mode not in MODES:
+        raise UsageError(f"unknown mode {mode!r}: use {', '.join(MODES)}")
+    if trace is not None and not trace.absolute().parent.is_dir():
+        raise UsageError(f"no such folder: {trace.absolute().parent}")
+    text = read_prompt(prompt, file)
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": text}] if system else text
+    with bar(f"loading {target}"):
+        decoder = load(target, probe, drafter, dtype=dtype, **asdict(settings))
+    options: dict[str, Any] = {
+        "mode": mode, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k,
+        "seed": seed, "stop": stop or (),
+    }  # fmt: skip
+    found: dict[str, Any]
+    if json:
+        made = decoder.generate(messages, **options)
+        found = {
+            "text": made.text,
+            "tokens": made.tokens,
+            "sources": made.sources,
+            "prompt_tokens": made.prompt_tokens,
+            "steps": made.steps,
+            "tokens_per_second": made.tokens_per_second,
+            "tokens_per_step": made.tokens_per_step,
+            "copy_share": made.copy_share,
+            "first_token_seconds": made.first_token_seconds,
+            "decode_seconds": made.decode_seconds,
+            "stopped": made.stopped,
+            "interrupted": made.interrupted,
+        }
+        as_json({"mode": mode, "lossless": MODES[mode].lossless, **found})
+        interrupted = made.interrupted
+    else:
+        interrupted = _show(decoder, messages, options)
+    if trace is not None:
+        decoder.trace.save(trace)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def _show(decoder: Any, messages: Any, options: dict[str, Any]) -> bool:
+    """Print the text as it comes and the numbers after it; True if it was interrupted."""
+    counts: Counter[str] = Counter()
+    first = last = 0.0
+    began = perf_counter()
+    interrupted = False
+    try:
+        for event in decoder.stream(messages, **options):
+            last = perf_counter()
+            first = first or last
+            counts[event.source] += len(event.tokens)
+            out.print(Text(event.text, style=colour(event.source)), end="", soft_wrap=True)
+            out.file.flush()
+    except KeyboardInterrupt:
+        interrupted = True
+    out.print()
+    tokens, steps = sum(counts.values()), len(decoder.trace)
+    legend = Text()
+    for source, count in counts.most_common():
+        legend.append(f"■ {WHO.get(source, source)} {count}", style=colour(source)).append("   ")
+    notes.print(legend)
+    if tokens:
+        copied = sum(record.copies for record in decoder.trace)
+        speed = f"{(tokens - 1) / (last - first):.1f} tokens/s" if tokens > 1 else "one token"
+        rates = f", {(tokens - 1) / steps:.2f} tokens per step, {copied / steps:.0%} of steps copied" if steps else ""
+        kind = "lossless" if MODES[options["mode"]].lossless else "not lossless"
+        notes.print(f"{speed}{rates}; first token after {first - began:.2f} s; {options['mode']} ({kind})")
+    return interrupted
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt from the argument, a file or standard input."""
+    if prompt is not None and file is not None:
+        raise UsageError("a prompt and --file were both given: choose one")
+    if file is not None:
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"cannot read the prompt from {file}: {error}") from error
+    if prompt is None or prompt == "-":
+        if sys.stdin is None or sys.stdin.isatty():
+            raise UsageError('no prompt: switchsd generate "your prompt", or --file, or standard input')
+        return sys.stdin.read()
+    return prompt

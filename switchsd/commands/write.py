@@ -1,0 +1,53 @@
+"""`switchsd write`: bulk text that the target writes itself, for training drafters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from activations.selftext import SelfTextConfig
+from switchsd.options import UsageError
+from switchsd.show import AsJson, as_json, bar, notes, out
+
+
+def write(
+    store: Annotated[Path, typer.Argument(help="The capture store to write; an existing one is continued.")],
+    config: SelfTextConfig,
+    target: Annotated[str, typer.Option(help="An alias, a hub id or a folder.")] = "smollm2",
+    benchmark: Annotated[
+        list[Path] | None,
+        typer.Option(help="A benchmark file; documents that share 13 words in a row with it are dropped. Repeatable."),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Let the target write bulk text, with its states, for training drafters."""
+    from activations import selftext
+    from activations.store import CaptureStore
+    from activations.target import load_target
+
+    for path in benchmark or ():
+        if not path.is_file():
+            raise UsageError(f"no such benchmark file: {path}")
+    with bar(f"loading {target}"):
+        model = load_target(target)
+    try:
+        with bar("writing tokens", config.tokens) as progress:
+            for total in selftext.write(model, store, config, benchmark or ()):
+                progress.to(min(total, config.tokens))
+    except KeyboardInterrupt:
+        notes.print(f"\nstopped; run the same command again to go on from the last whole shard in {store}")
+        raise
+    shards = CaptureStore.open(store).shards
+    found = {
+        "store": str(store),
+        "documents": sum(len(s["documents"]) for s in shards),
+        "tokens": sum(s["written"] for s in shards),
+        "contaminated": sum(s["contaminated"] for s in shards),
+    }
+    if json:
+        as_json(found)
+        return
+    out.print(f"{store}: {found['documents']} documents, {found['tokens']} tokens written by {target}")
+    out.print(f"{found['contaminated']} more were dropped: they share 13 words in a row with a benchmark file")

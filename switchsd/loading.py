@@ -1,0 +1,89 @@
+"""`load`: a decoder from names."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from activations.target import Target
+    from decoding.decoder import Decoder
+    from decoding.eagle.drafter import EagleDrafter
+    from probes.artifact import Probe
+    from switchsd.artifacts import Kind
+
+AUTO = "auto"
+
+
+def load(
+    target: str | os.PathLike[str] | Target = "smollm2",
+    probe: str | os.PathLike[str] | Probe | None = AUTO,
+    drafter: str | os.PathLike[str] | None = AUTO,
+    *,
+    neural: str = "eagle",
+    dtype: str = "auto",
+    device: str | None = None,
+    **settings: Any,
+) -> Decoder:
+    """A decoder for a target.
+
+    target: an alias (`smollm2`, `gemma3-270m`), a hub id, a folder, or a loaded `Target`.
+    probe, drafter: a folder (a hub id for a probe), None for none, or "auto": the one made on this machine or shipped
+        for this target, and none if there is none.
+    neural: the neural side: "eagle", or "none" (only copying is drafted).
+    dtype: "auto" (bfloat16), "bfloat16", "float16" or "float32".
+    settings: fields of `decoding.modes.ModeSettings`: kappa, candidates, gate, tau, ...
+    """
+    from activations.target import Target, load_target
+    from decoding.decoder import Decoder
+    from decoding.modes import ModeSettings
+
+    try:
+        chosen = ModeSettings(neural=neural, **settings)
+    except TypeError as error:
+        raise ValueError(f"unknown setting: {error}") from error
+    loaded = target if isinstance(target, Target) else load_target(target, dtype=dtype, device=device)
+    return Decoder(
+        loaded,
+        probe=_probe(loaded, probe),
+        neural=_eagle(loaded, drafter) if neural == "eagle" else None,
+        settings=chosen,
+    )
+
+
+def _probe(target: Target, probe: str | os.PathLike[str] | Probe | None) -> Probe | None:
+    from probes.artifact import Probe
+
+    found = first_fitting("probe", target) if isinstance(probe, str) and probe == AUTO else probe
+    if found is None:
+        return None
+    loaded = found if isinstance(found, Probe) else Probe.from_pretrained(found)
+    loaded.check_target(target.fingerprint, target.name)
+    return loaded
+
+
+def _eagle(target: Target, drafter: str | os.PathLike[str] | None) -> EagleDrafter | None:
+    folder = first_fitting("eagle", target) if drafter == AUTO else None if drafter is None else Path(drafter)
+    if folder is None:
+        return None
+    from decoding.eagle.drafter import EagleDrafter
+    from decoding.eagle.head import load_head
+
+    return EagleDrafter(target, load_head(folder, target.vocab_size))
+
+
+def first_fitting(kind: Kind, target: Target) -> Path | None:
+    """The first artifact under the target's name that was made for exactly this target."""
+    from switchsd.artifacts import candidates
+
+    mine = target.fingerprint.to_dict()
+    for folder in candidates(kind, target.name):
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if config.get("switchsd", config).get("target") == mine:
+            return folder
+    return None

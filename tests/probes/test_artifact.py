@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import probes.artifact as artifact
+from activations.target import Fingerprint, Target
+from probes.artifact import Probe, ProbeConfig, ProbeError
+
+TARGET = Fingerprint("LlamaForCausalLM", 6, 4, "0123456789abcdef", "aaaa")
+
+
+def make(bias: float = 0.25, scale: float = 0.5, calibration: tuple[float, float] = (2.0, -1.0)) -> Probe:
+    config = ProbeConfig(
+        site="resid_mid.2",
+        width=6,
+        label="span_t1",
+        label_settings={"n": 5},
+        threshold=0.4,
+        threshold_rule="best F1 on the selection part",
+        target=TARGET,
+        target_name="small",
+        store="00ff",
+        split={"fit": {"documents": 3}, "note": "by group"},
+        metrics={"roc_auc": {"estimate": 0.9, "lower": 0.85, "upper": 0.95}, "rows": 10, "none": None},
+        provenance={"seed": 0, "versions": {"torch": "2"}},
+    )
+    weight = torch.randn(6, generator=torch.Generator().manual_seed(0))
+    return Probe(config, weight, bias, scale, calibration)
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    probe = make()
+    folder = tmp_path / "a" / "probe"
+    other = Probe.from_pretrained(probe.save_pretrained(folder))
+    assert other.config == probe.config
+    states = torch.randn(5, 6)
+    assert torch.equal(other.score(states), probe.score(states))
+    assert sorted(f.name for f in folder.iterdir()) == ["README.md", "config.json", "probe.safetensors"]
+    card = (folder / "README.md").read_text()
+    assert "0.9000 [0.8500, 0.9500]" in card and "resid_mid.2" in card and "span_t1" in card
+
+
+@given(
+    st.floats(-3, 3), st.floats(0.01, 4), st.floats(0.1, 3), st.floats(-3, 3),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64]), st.sampled_from([(), (3,), (2, 4)]),
+)  # fmt: skip
+def test_score_is_the_calibrated_probability(
+    bias: float, scale: float, a: float, b: float, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    probe = make(bias=bias, scale=scale, calibration=(a, b))
+    state = torch.randn(*shape, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
+    weight = torch.randn(6, generator=torch.Generator().manual_seed(0))
+    expected = torch.sigmoid(a * ((state.double() * scale) @ weight.double() + bias) + b)
+    score = probe.score(state)
+    assert score.shape == shape and score.dtype == torch.float32
+    torch.testing.assert_close(score.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_score_of_a_state_that_needs_no_gradient() -> None:
+    state = torch.ones(6, requires_grad=True)
+    assert not make().score(state).requires_grad
+
+
+def test_state_of_another_width() -> None:
+    with pytest.raises(ProbeError, match=r"width 6, got shape \(2, 5\)"):
+        make().score(torch.zeros(2, 5))
+
+
+def test_another_target_is_refused_and_both_are_named() -> None:
+    probe = make()
+    probe.check_target(TARGET)
+    other = replace(TARGET, blocks=9, revision="bbbb")
+    with pytest.raises(ProbeError) as caught:
+        probe.check_target(other, "large")
+    text = str(caught.value)
+    assert "small" in text and "large" in text and "blocks: 4 and 9" in text and "revision: aaaa and bbbb" in text
+    assert "switchsd train" in text
+
+
+def test_reading_for_a_target_checks_it(tmp_path: Path) -> None:
+    make().save_pretrained(tmp_path)
+    same = cast(Target, SimpleNamespace(fingerprint=TARGET, name="small"))
+    other = cast(Target, SimpleNamespace(fingerprint=replace(TARGET, width=8), name="wide"))
+    assert Probe.from_pretrained(tmp_path, same).config.width == 6
+    with pytest.raises(ProbeError, match="does not fit wide"):
+        Probe.from_pretrained(tmp_path, other)
+
+
+def corrupt(folder: Path, how: str) -> None:
+    config, weights = folder / "config.json", folder / "probe.safetensors"
+    values: dict[str, Any] = json.loads(config.read_text())
+    tensors = load_file(weights)
+    weights.unlink()  # load_file maps the file
+    match how:
+        case "no config":
+            config.unlink()
+        case "half config":
+            config.write_text(config.read_text()[:50])
+        case "list":
+            config.write_text("[]")
+        case "version":
+            config.write_text(json.dumps({**values, "version": 99}))
+        case "lacks site":
+            config.write_text(json.dumps({k: v for k, v in values.items() if k != "site"}))
+        case "unknown key":
+            config.write_text(json.dumps({**values, "colour": 1}))
+        case "target":
+            config.write_text(json.dumps({**values, "target": {"width": 6}}))
+        case "width":
+            config.write_text(json.dumps({**values, "width": 7}))
+        case "nan":
+            tensors["bias"] = torch.tensor(float("nan"))
+        case "tensor":
+            del tensors["scale"]
+    if how == "half weights":
+        save_file(tensors, weights)
+        weights.write_bytes(weights.read_bytes()[:-3])
+    elif how != "no weights":
+        save_file(tensors, weights)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("no config", "config.json is missing"),
+        ("no weights", "probe.safetensors is missing"),
+        ("half config", "cannot read .*config.json"),
+        ("half weights", "cannot read .*probe.safetensors"),
+        ("list", "not a JSON object"),
+        ("version", "format version 99"),
+        ("lacks site", "lacks site"),
+        ("unknown key", "unknown colour"),
+        ("target", "no fingerprint"),
+        ("width", r"weight has shape \[6\], expected \[7\]"),
+        ("nan", "bias has values that are not finite"),
+        ("tensor", "has tensors"),
+    ],
+)
+def test_a_damaged_folder_says_what_is_wrong_and_what_to_do(tmp_path: Path, how: str, says: str) -> None:
+    make().save_pretrained(tmp_path)
+    corrupt(tmp_path, how)
+    with pytest.raises(ProbeError, match=says) as caught:
+        Probe.from_pretrained(tmp_path)
+    assert "switchsd" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["", "nothing", "./nothing", "/no/such/folder", "a/b/c"])
+def test_unknown_names(name: str) -> None:
+    with pytest.raises(ProbeError, match="give a folder, a shipped probe"):
+        Probe.from_pretrained(name)
+
+
+def test_a_shipped_probe_is_found_by_its_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artifact, "SHIPPED", tmp_path)
+    make().save_pretrained(tmp_path / "small" / "best")
+    assert artifact.shipped_probes() == ["small/best"]
+    assert Probe.from_pretrained("small/best").config.site == "resid_mid.2"
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ProbeError, match="cannot write the probe"):
+        make().save_pretrained(tmp_path / "file")
+
+
+def test_push_to_hub_uploads_the_three_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    sent: dict[str, Any] = {}
+
+    class Api:
+        def __init__(self, token: str | None) -> None:
+            sent["token"] = token
+
+        def create_repo(self, repo_id: str, private: bool, exist_ok: bool) -> str:
+            sent["private"] = private and exist_ok
+            return f"https://hub/{repo_id}"
+
+        def upload_folder(self, repo_id: str, folder_path: str, commit_message: str) -> None:
+            sent["files"] = sorted(f.name for f in Path(folder_path).iterdir())
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    assert make().push_to_hub("me/probe", private=True, token="t") == "https://hub/me/probe"
+    assert sent == {"token": "t", "private": True, "files": ["README.md", "config.json", "probe.safetensors"]}
+
+
+def test_an_unreachable_hub_is_a_probe_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def fail(*args: object, **options: object) -> str:
+        raise OSError("no network\ndetails")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ProbeError, match=r"cannot be had from the hub: no network$"):
+        Probe.from_pretrained("me/probe")
+
+
+def test_reading_a_probe_needs_no_scikit_learn() -> None:
+    heavy = ("sklearn", "pandas", "matplotlib", "datasets")
+    code = f"import sys, probes.artifact; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
