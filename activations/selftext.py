@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from activations.generation import Completion, Request, complete
+from activations.generation import Completion, FollowUp, Request, complete
 from activations.provenance import provenance
 from activations.sampling import Sampling
 from activations.store import CaptureStore, StoreWriter
@@ -47,7 +46,7 @@ class SelfTextConfig:
     """Sequences decoded at once."""
     greedy: float = 0.7
     """Share of answers decoded greedily; the others are sampled at temperature 0.8."""
-    own_turns: float = 0.55
+    own_turns: float = 0.75
     """Share of documents whose user turn the target writes."""
     shard_documents: int = 96
     """Documents in a shard; an interrupted run loses at most one shard."""
@@ -126,52 +125,44 @@ def write(target: Target, folder: Path, config: SelfTextConfig, benchmarks: Iter
 
 
 class Conversation:
-    """Decides what is asked next, and turns the user turns that the target wrote into requests for answers."""
+    """Decides what is asked next, and where the target's own text begins in what comes back."""
 
     def __init__(self, target: Target, config: SelfTextConfig, resumed: tuple[list[str], set[int]]) -> None:
         self.target = target
         self.config = config
         self.passages, self._done = resumed
         self._prefix, self._opening = chat_frame(target)
-        self._answers: deque[Request] = deque()
-        self._own: dict[int, bool] = {}  # documents whose user turn is the target's: True once it is written
         self._number = 0
 
     def next_request(self) -> Request:
-        if self._answers:
-            return self._answers.popleft()
         while True:
             self._number += 1
             if self._number in self._done:
                 continue
             rng = random.Random(f"{self.config.seed}:{self._number}")
+            greedy = rng.random() < self.config.greedy
+            answer = Sampling() if greedy else Sampling(0.8, top_k=64, seed=self.config.seed)
             if rng.random() < self.config.own_turns or not self.passages:
-                self._own[self._number] = False
                 turn = Sampling(1.0, top_k=64, seed=self.config.seed)
-                return Request(self._number, self._prefix, 80, turn)
+                follow_up = FollowUp(tuple(self._opening), self.config.max_new_tokens, answer)
+                return Request(self._number, self._prefix, 80, turn, follow_up)
             text, _ = task(rng, self.passages, self.config.passage_words)
             ids = self.target.encode(text)
             if len(ids) <= self.config.max_prompt_tokens:
-                return self._answer(self._number, ids)
+                return Request(self._number, ids, self.config.max_new_tokens, answer)
 
     def observe(self, completion: Completion) -> int | None:
-        """Where the target's own text begins in a finished document; None for a user turn or a useless one."""
-        number, prompt, tokens = completion.request.number, completion.request.prompt, completion.tokens
-        if self._own.get(number) is False:
-            if completion.stopped and len(tokens) > 4:
-                self._own[number] = True
-                self._answers.append(self._answer(number, prompt + tokens + self._opening))
+        """Where the target's own text begins in a finished document; None if it never came to an answer."""
+        if completion.request.follow_up and not completion.followed_up:
             return None
-        if len(tokens) > 60:
-            self.passages.append(self.target.decode(tokens))
+        if len(completion.tokens) > 90:
+            text = completion.tokens
+            if completion.followed_up:  # the answer alone
+                text = text[next(i for i, t in enumerate(text) if t in self.target.stop_ids) + 1 :]
+                text = text[len(self._opening) :]
+            self.passages.append(self.target.decode(text))
             del self.passages[:-400]
-        return len(self._prefix) if number in self._own else len(prompt)
-
-    def _answer(self, number: int, ids: list[int]) -> Request:
-        rng = random.Random(f"{self.config.seed}:answer:{number}")
-        greedy = rng.random() < self.config.greedy
-        sampling = Sampling() if greedy else Sampling(0.8, top_k=64, seed=self.config.seed)
-        return Request(number, ids, self.config.max_new_tokens, sampling)
+        return len(completion.request.prompt)
 
 
 def chat_frame(target: Target) -> tuple[list[int], list[int]]:

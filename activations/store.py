@@ -56,11 +56,11 @@ class CaptureStore:
         root = Path(folder)
         file = root / "manifest.json"
         if not file.is_file():
-            raise StoreError(f"{root} is not a capture store: it has no manifest.json. Make one with `switchsd capture`.")
+            raise StoreError(f"{root} is no capture store (manifest.json is missing): make one with `switchsd capture`")
         try:
             manifest = json.loads(file.read_text(encoding="utf-8"))
             version = manifest["version"]
-            manifest["shards"], manifest["sites"]  # noqa: B018 - both must be there
+            manifest["shards"], manifest["sites"]  # both must be there
         except (ValueError, KeyError, TypeError) as error:
             raise StoreError(f"{file} is damaged ({error!r}): capture again into a new folder") from error
         if version != VERSION:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from activations import attention, packaged
@@ -57,10 +56,10 @@ class Target:
         self.name = name
         self.folder = folder
         self.config = model.config.get_text_config()
-        self.backbone: nn.Module = model.get_decoder()
-        self.layers: nn.ModuleList = self.backbone.layers
-        self.embed: nn.Module = model.get_input_embeddings()
-        self.head: nn.Module = model.get_output_embeddings()
+        self.backbone: Any = model.get_decoder()  # families differ: torch modules without a common type
+        self.layers: Any = self.backbone.layers
+        self.embed: Any = model.get_input_embeddings()
+        self.head: Any = model.get_output_embeddings()
         types = set(getattr(self.config, "layer_types", None) or ())
         window = getattr(self.config, "sliding_window", None)
         if getattr(self.config, "use_sliding_window", True) is False:
@@ -122,23 +121,16 @@ class Target:
     def encode(self, prompt: str | Sequence[Mapping[str, str]] | Sequence[int]) -> list[int]:
         """Token ids of a prompt: chat messages go through the chat template; so does plain text, as one user
         turn, where the target has a template; ids stay as they are."""
-        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], int):
-            ids = [int(t) for t in prompt]  # type: ignore[call-overload]
-            bad = [t for t in ids if not 0 <= t < self.vocab_size]
+        if isinstance(prompt, str):
+            chat = bool(self.tokenizer.chat_template)
+            ids = self._chat([{"role": "user", "content": prompt}]) if chat else self._text(prompt)
+        elif prompt and isinstance(prompt[0], int):
+            ids = [t for t in prompt if isinstance(t, int)]
+            bad = [t for t in prompt if not isinstance(t, int) or not 0 <= t < self.vocab_size]
             if bad:
-                raise TargetError(f"token id {bad[0]} is outside the vocabulary (0 to {self.vocab_size - 1}) of {self.name}")
-        elif isinstance(prompt, str) and not self.tokenizer.chat_template:
-            if not prompt.strip():
-                raise TargetError("the prompt is empty: give it some text")
-            ids = list(self.tokenizer(prompt)["input_ids"])
+                raise TargetError(f"token id {bad[0]} is outside the vocabulary of {self.vocab_size} of {self.name}")
         else:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-            if not any(str(m.get("content", "")).strip() for m in messages):  # type: ignore[union-attr]
-                raise TargetError("the prompt is empty: give it some text")
-            if not self.tokenizer.chat_template:
-                raise TargetError(f"{self.name} has no chat template: give it plain text instead of messages")
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            ids = self._chat([dict(m) for m in prompt if isinstance(m, Mapping)])
         if not ids:
             raise TargetError("the prompt is empty: give it some text")
         if len(ids) >= self.max_length:
@@ -146,6 +138,19 @@ class Target:
                 f"the prompt has {len(ids)} tokens; {self.name} takes at most {self.max_length - 1}: shorten the prompt"
             )
         return ids
+
+    def _text(self, text: str) -> list[int]:
+        if not text.strip():
+            raise TargetError("the prompt is empty: give it some text")
+        return [int(t) for t in self.tokenizer(text)["input_ids"]]
+
+    def _chat(self, messages: list[dict[str, str]]) -> list[int]:
+        if not self.tokenizer.chat_template:
+            raise TargetError(f"{self.name} has no chat template: give it plain text instead of messages")
+        if not any(str(m.get("content", "")).strip() for m in messages):
+            raise TargetError("the prompt is empty: give it some text")
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return [int(t) for t in self.tokenizer(str(text), add_special_tokens=False)["input_ids"]]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
@@ -298,7 +303,8 @@ def load_target(
             "config.json, safetensors weights and a tokenizer."
         ) from error
     folder = Path(source) if Path(source).is_dir() else None
-    return Target(model.to(device), tokenizer, text, folder)
+    moved: Any = model  # transformers wraps `to` in a way that type checkers misread
+    return Target(moved.to(device), tokenizer, text, folder)
 
 
 def refuse_recurrent(config: Any, name: str) -> None:
@@ -313,7 +319,9 @@ def refuse_recurrent(config: Any, name: str) -> None:
             "choose a target whose blocks are all attention"
         )
     if getattr(text, "alibi", False) or family in ("bloom", "mpt"):
-        raise TargetError(f"{name} ({family}) uses ALiBi positions, which cannot place draft trees: choose a RoPE target")
+        raise TargetError(
+            f"{name} ({family}) uses ALiBi positions, which cannot place draft trees: choose a RoPE target"
+        )
 
 
 def _quiet() -> AbstractContextManager[None]:

@@ -199,9 +199,16 @@ def unequal(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def prompt_ids(target: Target, prompt: SuitePrompt) -> list[int]:
+    """A base model, which has no chat template, continues the bare text."""
+    if target.tokenizer.chat_template:
+        return target.encode(prompt.messages)
+    return target.encode("\n\n".join(m["content"] for m in prompt.messages))
+
+
 def measure(decoder: Decoder, prompt: SuitePrompt, mode: str, settings: str, max_new_tokens: int) -> Row:
     """One row."""
-    ids = decoder.target.encode(prompt.messages)
+    ids = prompt_ids(decoder.target, prompt)
     place: dict[str, Any] = {"key": prompt.key, "group": prompt.group, "copy_heavy": prompt.copy_heavy}
     place |= {"mode": mode, "settings": settings}
     if mode in BASELINES:
@@ -248,7 +255,7 @@ def difference(
     theirs = reference[index] if index < len(reference) else None
     gap = ulps = None
     if mine is not None and theirs is not None:
-        shared = [*target.encode(prompt.messages), *row.tokens[:index]]
+        shared = [*prompt_ids(target, prompt), *row.tokens[:index]]
         tokens = torch.tensor([shared], device=target.device)
         logits = target.forward(tokens, KVCache(1, capacity=len(shared)), logits_to_keep=1)[0, -1].float()
         top = float(logits.max())

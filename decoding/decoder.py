@@ -84,6 +84,7 @@ class _Progress:
     first: float = 0.0
     last: float = 0.0
     steps: int = 0
+    copy_steps: int = 0
     stopped: bool = False
     over: bool = False
     emitted: bool = field(default=False)
@@ -248,6 +249,7 @@ class Decoder:
             progress.first, progress.emitted = now, True
         else:
             progress.steps += 1
+            progress.copy_steps += commit.copied
         progress.last = now
         tokens, sources = commit.tokens, commit.sources
         extra = len(request.tokens) - len(request.prompt) - request.max_new_tokens
@@ -280,7 +282,6 @@ class Decoder:
         if interrupted:
             progress.text.finish()
         request = progress.request
-        mine = [r for r in self.trace if r.request == request.number]
         count = min(len(request.generated), len(request.sources))
         return Generation(
             text=progress.text.text,
@@ -288,7 +289,7 @@ class Decoder:
             sources=request.sources[:count],
             prompt_tokens=prompt_tokens,
             steps=progress.steps,
-            copy_steps=sum(r.copies for r in mine),
+            copy_steps=progress.copy_steps,
             stopped=progress.stopped,
             interrupted=interrupted,
             first_token_seconds=progress.first - progress.began,

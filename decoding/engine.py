@@ -53,6 +53,8 @@ class Commit:
     tokens: list[int]
     """Accepted tokens and the new pending one."""
     sources: list[str]
+    copied: bool = False
+    """The copy drafter was asked for its draft."""
 
 
 class Engine:
@@ -179,7 +181,7 @@ class Engine:
         self._cache.commit([*slots, *((),) * (self._rows - len(slots))])
         commits = []
         for row, (request, draft, verdict) in enumerate(zip(requests, drafts, verdicts, strict=True)):
-            commits.append(self._take(request, draft.tree, verdict))
+            commits.append(self._take(request, draft, verdict))
             for drafter in self.plan.drafters:
                 drafter.observe(request, self._features(drafter, row, slots[row]))
         verify_ms = (judged - began) * 1e3
@@ -190,14 +192,15 @@ class Engine:
 
     # -- inside -------------------------------------------------------------------------------------
 
-    def _take(self, request: Request, tree: DraftTree, verdict: Verdict) -> Commit:
+    def _take(self, request: Request, draft: Draft, verdict: Verdict) -> Commit:
+        tree = draft.tree
         tokens = [tree.tokens[i] for i in verdict.path] + [verdict.pending]
         sources = [tree.source[i] for i in verdict.path] + [TARGET]
         request.tokens += tokens
         request.sources += sources
         if verdict.intent is not None:
             self._intents[request] = verdict.intent
-        return Commit(request, tokens, sources)
+        return Commit(request, tokens, sources, draft.decision.copies)
 
     def _record(
         self, request: Request, draft: Draft, verdict: Verdict, verified: float, verify_ms: float, rest_ms: float

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from decoding.costs import CostTable
     from decoding.trace import StepRecord
 
+BINS = 10
+"""Cells of copy intent in which the cost gate keeps its estimates."""
 COPY = "copy"
 """Name of the copy drafter, which gates single out."""
 
@@ -172,13 +174,13 @@ class CostGate:
 
     @staticmethod
     def _bin(intent: float | None, match_length: int) -> tuple[int, int]:
-        return (-1 if intent is None else min(int(intent * 5), 4), min(match_length.bit_length(), 6))
+        return (-1 if intent is None else min(int(intent * BINS), BINS - 1), min(match_length.bit_length(), 6))
 
     def _cell(self, intent: float | None, match_length: int) -> _Mean:
         key = self._bin(intent, match_length)
         if key not in self._cells:
             c = self.config
-            p = 0.5 if intent is None else (key[0] + 0.5) / 5
+            p = 0.5 if intent is None else (key[0] + 0.5) / BINS
             self._cells[key] = _Mean(c.stray + p * (c.follow - c.stray), c.confidence, c.memory)
         return self._cells[key]
 

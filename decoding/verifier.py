@@ -52,19 +52,24 @@ class Verifier:
         self, trees: Sequence[DraftTree], logits: torch.Tensor, requests: Sequence[Request], intent: Intent | None
     ) -> list[Verdict]:
         """Only the nodes on the path are looked at: a choice over a large vocabulary is dear on a CPU."""
-        found: list[tuple[list[int], int]] = []
-        for row, (tree, request) in enumerate(zip(trees, requests, strict=True)):
-            path: list[int] = []
-            node = -1
-            while True:
-                token = self._choose(logits[row, node + 1 : node + 2], [request], [len(request.tokens) + len(path)])
-                chosen = int(token)
-                child = tree.children.get((node, chosen)) if len(tree) else None
+        paths: list[list[int]] = [[] for _ in requests]
+        pending = [0] * len(requests)
+        walking = list(range(len(requests)))
+        while walking:  # all rows take a step down together
+            slots = [paths[row][-1] + 1 if paths[row] else 0 for row in walking]
+            here = [requests[row] for row in walking]
+            positions = [len(requests[row].tokens) + len(paths[row]) for row in walking]
+            further = []
+            chosen = self._choose(logits[walking, slots], here, positions).tolist()
+            for row, slot, token in zip(walking, slots, chosen, strict=True):
+                child = trees[row].children.get((slot - 1, token)) if len(trees[row]) else None
                 if child is None:
-                    break
-                path.append(child)
-                node = child
-            found.append((path, chosen))
+                    pending[row] = token
+                else:
+                    paths[row].append(child)
+                    further.append(row)
+            walking = further
+        found = list(zip(paths, pending, strict=True))
         scores: list[float | None] = [None] * len(found)
         if intent is not None:
             scores = intent(torch.tensor([path[-1] + 1 if path else 0 for path, _ in found])).tolist()

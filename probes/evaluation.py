@@ -33,6 +33,8 @@ class Interval:
         return {k: v if np.isfinite(v) else None for k, v in asdict(self).items()}
 
     def __str__(self) -> str:
+        if not np.isfinite(self.estimate):
+            return "undefined"
         return f"{self.estimate:.4f} [{self.lower:.4f}, {self.upper:.4f}]"
 
 
@@ -80,7 +82,8 @@ def evaluate(
 ) -> Evaluation:
     """All metrics of scores [rows] against labels y [rows] of 0 and 1.
 
-    `documents` [rows] names the document of each row. For conditional metrics (rows with a suffix match, say) give those rows only.
+    `documents` [rows] names the document of each row. For conditional metrics (rows with a suffix match, say) give
+    those rows only.
     """
     ranked = Ranked(y, score, documents)
     draws = ranked.draws(resamples, seed)

@@ -129,7 +129,8 @@ class LinearProbe(ClassifierMixin, BaseEstimator):
         curvature = (p * (1 - p)).clamp_min(1e-6) * share / share.sum()
         rows = torch.cat([some, torch.ones(len(some), 1, dtype=torch.float64)], dim=1)
         hessian = (rows * curvature[:, None]).T @ rows
-        hessian.diagonal().add_(self.l2)  # the bias too, so that it is never singular: this only steers the search
+        # The bias too, and a little more for rounding, so that it is never singular: this only steers the search.
+        hessian.diagonal().add_(self.l2 + 1e-12 * float(hessian.diagonal().max()))
         factor = torch.linalg.cholesky(hessian)
         identity = torch.eye(len(hessian), dtype=torch.float64)
         return torch.linalg.solve_triangular(factor, identity, upper=False).T.to(states.dtype).contiguous()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import Annotated, Any
 
 import typer
@@ -23,9 +25,11 @@ from rich.table import Table
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text for people.")]
 
-out = Console(highlight=False)
-notes = Console(stderr=True, highlight=False)
+# A pipe or file has no width: tables then take what they need.
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+notes = Console(stderr=True, highlight=False, soft_wrap=True)
 
+LINE_SECONDS = 30.0
 COLOURS = {"target": "default", "copy": "bold green", "eagle": "bold blue", "draft": "bold magenta"}
 
 
@@ -50,13 +54,18 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[object]], title: str | N
 
 
 class Bar:
-    """A progress bar; `to` moves it, `say` changes its text."""
+    """A progress bar; `to` moves it, `say` changes its text. Without a terminal, a line now and then."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress, self._task = progress, task
+        self._told = monotonic()
 
     def to(self, done: float, total: float | None = None) -> None:
         self._progress.update(self._task, completed=done, total=total)
+        if not notes.is_terminal and monotonic() - self._told > LINE_SECONDS:
+            self._told = monotonic()
+            task = self._progress.tasks[self._task]
+            notes.print(f"{task.description}: {done:.0f} of {task.total:.0f}")
 
     def say(self, text: str) -> None:
         self._progress.update(self._task, description=text)
@@ -68,5 +77,6 @@ def bar(text: str, total: float | None = None) -> Iterator[Bar]:
     columns: list[Any] = [SpinnerColumn(), TextColumn("{task.description}")]
     if total is not None:
         columns += [BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    with Progress(*columns, TimeElapsedColumn(), console=notes, transient=not notes.is_terminal) as progress:
+    columns.append(TimeElapsedColumn())
+    with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as progress:
         yield Bar(progress, progress.add_task(text, total=total))

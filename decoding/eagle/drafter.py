@@ -8,7 +8,8 @@ computed for the newest row alone. Features of steps at which another drafter dr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,16 +51,16 @@ class EagleDrafter:
         self.sites = tuple(sites or eagle_sites(target.blocks)[:3])
         self.config, self.top_k, self.embed = config, top_k, target.embed
         head = head.to(device=target.device, dtype=target.dtype)
-        attn, mlp = head.midlayer["self_attn"], head.midlayer["mlp"]
+        block = head.midlayer
+        attn, mlp = block.self_attn, block.mlp
         self._fc = head.fc.weight
-        self._q = attn["q_proj"].weight
-        self._kv = torch.cat([attn["k_proj"].weight, attn["v_proj"].weight])
-        self._o = attn["o_proj"].weight
-        self._gate_up = torch.cat([mlp["gate_proj"].weight, mlp["up_proj"].weight])
-        self._down = mlp["down_proj"].weight
+        self._q = attn.q_proj.weight
+        self._kv = torch.cat([attn.k_proj.weight, attn.v_proj.weight])
+        self._o = attn.o_proj.weight
+        self._gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+        self._down = mlp.down_proj.weight
         self._head, self._tokens = head.lm_head.weight, head.draft_tokens
-        names = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-        self._norms = [head.midlayer[n].weight for n in names]
+        self._norms = [n.weight for n in (block.input_layernorm, block.hidden_norm, block.post_attention_layernorm)]
         self._norm = head.norm.weight
         self._cos, self._sin = self._table(1024)
         self._states: dict[Request, _State] = {}
@@ -92,6 +93,10 @@ class EagleDrafter:
             self._grow(request, budget) if request.room > 0 else None
             for request, budget in zip(requests, budgets, strict=True)
         ]
+
+    def describe(self) -> dict[str, Any]:
+        """What its drafts depend on, for JSON."""
+        return {"drafter": self.name, "top_k": self.top_k, "sites": list(self.sites), **asdict(self.config)}
 
     # -- growing one tree ---------------------------------------------------------------------------
 

@@ -80,39 +80,49 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return x * cos.to(x.dtype) + turned * sin.to(x.dtype)
 
 
+class _Attention(nn.Module):
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        width, dim = config.hidden_size, config.per_head
+        self.q_proj = nn.Linear(2 * width, config.num_attention_heads * dim, bias=False)
+        self.k_proj = nn.Linear(2 * width, config.num_key_value_heads * dim, bias=False)
+        self.v_proj = nn.Linear(2 * width, config.num_key_value_heads * dim, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * dim, width, bias=False)
+
+
+class _Mlp(nn.Module):
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+
+class _Block(nn.Module):
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        norm = (config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm, self.input_layernorm = nn.RMSNorm(*norm), nn.RMSNorm(*norm)
+        self.self_attn = _Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(*norm)
+        self.mlp = _Mlp(config)
+
+
 class EagleHead(nn.Module):
-    """Parameters under the published names; `project`, `attend` and `finish` are the parts that the trainer and
-    the drafter compose in their own ways."""
+    """Parameters under the published names; `project` and `finish` are the parts that training composes."""
+
+    d2t: torch.Tensor
+    """[draft vocabulary]: target id = draft id + d2t[draft id]."""
+    t2d: torch.Tensor
+    """[vocabulary] bool: the target ids that the draft vocabulary has."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config = config
-        width, dim = config.hidden_size, config.per_head
-        q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
-        self.fc = nn.Linear(config.feature_width, width, bias=False)
-        layer: dict[str, nn.Module] = {
-            "hidden_norm": nn.RMSNorm(width, config.rms_norm_eps),
-            "input_layernorm": nn.RMSNorm(width, config.rms_norm_eps),
-            "post_attention_layernorm": nn.RMSNorm(width, config.rms_norm_eps),
-            "self_attn": nn.ModuleDict(
-                {
-                    "q_proj": nn.Linear(2 * width, q, bias=False),
-                    "k_proj": nn.Linear(2 * width, kv, bias=False),
-                    "v_proj": nn.Linear(2 * width, kv, bias=False),
-                    "o_proj": nn.Linear(q, width, bias=False),
-                }
-            ),
-            "mlp": nn.ModuleDict(
-                {
-                    "gate_proj": nn.Linear(width, config.intermediate_size, bias=False),
-                    "up_proj": nn.Linear(width, config.intermediate_size, bias=False),
-                    "down_proj": nn.Linear(config.intermediate_size, width, bias=False),
-                }
-            ),
-        }
-        self.midlayer = nn.ModuleDict(layer)
-        self.norm = nn.RMSNorm(width, config.rms_norm_eps)
-        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        self.fc = nn.Linear(config.feature_width, config.hidden_size, bias=False)
+        self.midlayer = _Block(config)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
 
@@ -132,22 +142,23 @@ class EagleHead(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rotated queries [..., H, D] and keys [..., Hkv, D], and values, of rows [..., width]."""
         layer, dim = self.midlayer, self.config.per_head
-        x = torch.cat([layer["input_layernorm"](embedding), layer["hidden_norm"](hidden)], dim=-1)
-        attn = layer["self_attn"]
-        q, k, v = (attn[n](x).unflatten(-1, (-1, dim)) for n in ("q_proj", "k_proj", "v_proj"))
+        x = torch.cat([layer.input_layernorm(embedding), layer.hidden_norm(hidden)], dim=-1)
+        attn = layer.self_attn
+        q, k, v = (linear(x).unflatten(-1, (-1, dim)) for linear in (attn.q_proj, attn.k_proj, attn.v_proj))
         cos, sin = rotary(positions, dim, self.config.rope_theta)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The block's output [..., width] (the next row's feature) from its input and attention result."""
         layer = self.midlayer
-        hidden = hidden + layer["self_attn"]["o_proj"](attended)
-        mlp, x = layer["mlp"], layer["post_attention_layernorm"](hidden)
-        return hidden + mlp["down_proj"](F.silu(mlp["gate_proj"](x)) * mlp["up_proj"](x))
+        hidden = hidden + layer.self_attn.o_proj(attended)
+        mlp, x = layer.mlp, layer.post_attention_layernorm(hidden)
+        return hidden + mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:
         """Logits over the draft vocabulary."""
-        return self.lm_head(self.norm(output))
+        logits: torch.Tensor = self.lm_head(self.norm(output))
+        return logits
 
     # -- files --------------------------------------------------------------------------------------
 
@@ -185,7 +196,10 @@ def load_head(folder: Path, target_vocab: int) -> EagleHead:
     raw["target_hidden_size"] = state["fc.weight"].shape[1] // 3
     config = HeadConfig.from_dict(raw)
     if config.vocab_size != target_vocab:
-        raise HeadError(f"the head in {folder} is for a vocabulary of {config.vocab_size}, the target has {target_vocab}")
+        raise HeadError(
+            f"the head in {folder} is for a vocabulary of {config.vocab_size}, the target has {target_vocab}: "
+            "use the head that was trained for this target"
+        )
     head = EagleHead(config)
     if "d2t" not in state:
         if config.draft_vocab_size != config.vocab_size:

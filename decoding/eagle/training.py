@@ -11,6 +11,7 @@ The head starts from the target: its last block, final norm and output rows, wit
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -90,20 +91,16 @@ def initial_head(target: Target, tokens: torch.Tensor) -> EagleHead:
     with torch.no_grad():
         head.fc.weight.normal_(0, 0.01)
         head.fc.weight[:, 2 * width :] += torch.eye(width)
+        mid = head.midlayer
         for name in ("q_proj", "k_proj", "v_proj"):
-            weight = head.midlayer["self_attn"][name].weight
+            weight = getattr(mid.self_attn, name).weight
             weight.normal_(0, 0.02)
             weight[:, width:] = getattr(block.self_attn, name).weight.float()
-        head.midlayer["self_attn"]["o_proj"].weight.copy_(block.self_attn.o_proj.weight)
+        mid.self_attn.o_proj.weight.copy_(block.self_attn.o_proj.weight)
         for name in ("gate_proj", "up_proj", "down_proj"):
-            head.midlayer["mlp"][name].weight.copy_(getattr(block.mlp, name).weight)
-        for mine, theirs in (
-            ("input_layernorm", "input_layernorm"),
-            ("hidden_norm", "input_layernorm"),
-            ("post_attention_layernorm", "post_attention_layernorm"),
-        ):
-            head.midlayer[mine].weight.copy_(getattr(block, theirs).weight)
-        head.midlayer["input_layernorm"].weight.fill_(1.0)  # embeddings have another scale than the last stream
+            getattr(mid.mlp, name).weight.copy_(getattr(block.mlp, name).weight)
+        mid.hidden_norm.weight.copy_(block.input_layernorm.weight)
+        mid.post_attention_layernorm.weight.copy_(block.post_attention_layernorm.weight)
         head.norm.weight.copy_(target.backbone.norm.weight)
         head.lm_head.weight.copy_(target.head.weight[tokens])
     head.set_vocabulary(tokens)
@@ -130,7 +127,7 @@ def documents(store: CaptureStore, shard: int, sites: Sequence[str]) -> list[dic
     last = store.shard_states(shard, sites[3])
     cuts = [*np.flatnonzero(np.diff(rows["document"], prepend=-1)).tolist(), len(rows["document"])]
     out = []
-    for a, b in zip(cuts[:-1], cuts[1:], strict=True):
+    for a, b in itertools.pairwise(cuts):
         if b - a > 8:
             pending = torch.from_numpy(rows["pending"][a:b].astype(np.int64))
             written = torch.from_numpy(rows["loss_mask"][a:b].copy())
@@ -231,7 +228,10 @@ def loss_of(results: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], deca
 def evaluate(
     head: EagleHead, target: Target, docs: list[dict[str, torch.Tensor]], config: EagleTrainConfig
 ) -> dict[str, object]:
-    """Loss, and per step the share of rows at which the head's first choice is the target's (unknown tokens are misses)."""
+    """Loss, and per step the share of rows at which the head's first choice is the target's.
+
+    Rows whose next token is not in the draft vocabulary are misses.
+    """
     generator = torch.Generator().manual_seed(config.seed)
     hits = np.zeros(config.steps)
     rows = np.zeros(config.steps)
@@ -246,7 +246,9 @@ def evaluate(
     return {"loss": float(np.mean(losses)), "agreement": (hits / np.maximum(rows, 1)).round(4).tolist()}
 
 
-def train(target: Target, stores: Sequence[Path], folder: Path, config: EagleTrainConfig) -> Iterator[dict[str, object]]:
+def train(
+    target: Target, stores: Sequence[Path], folder: Path, config: EagleTrainConfig
+) -> Iterator[dict[str, object]]:
     """Train a head on capture stores (selection `all`) and save it in `folder`; yields a record now and then.
 
     The run's state is kept in `folder/run` and is continued when the same command is given again.

@@ -46,7 +46,7 @@ def capture(
     except ValueError as error:  # an unknown site
         raise UsageError(str(error)) from error
     free = shutil.disk_usage(next(p for p in store.absolute().parents if p.exists())).free
-    notes.print(f"{len(chosen)} prompts; the store will take at most {size / GIB:.2f} GiB ({free / GIB:.1f} GiB are free)")
+    notes.print(f"{len(chosen)} prompts; the store takes at most {size / GIB:.2f} GiB, {free / GIB:.1f} GiB are free")
     if size > free:
         notes.print("[bold]That may not fit:[/bold] fewer --sites, or --selection matches, take less.")
     try:
@@ -57,9 +57,9 @@ def capture(
         raise
     rows = made.rows()
     matched = int((rows["match_length"] > 0).sum())
-    found = {"store": str(store), "documents": len(chosen), "rows": len(made), "with_match": matched, "sites": made.sites}
+    found = {"store": str(store), "documents": len(chosen), "rows": len(made), "with_match": matched}
     if json:
-        as_json(found)
+        as_json({**found, "sites": made.sites})
         return
     out.print(f"{store}: {len(chosen)} documents, {len(made)} rows, {matched} of them with a suffix match")
     out.print(f"Next: switchsd train probe {store}")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from activations.target import load_target
+from activations.target import Target
 from decoding import bench as module
 from decoding.baselines import hugging_face
-from decoding.bench import Bench, BenchConfig, drafts_of, measure, unequal
+from decoding.bench import Bench, BenchConfig, drafts_of, measure, prompt_ids, unequal
 from decoding.decoder import Decoder
 from decoding.modes import ModeSettings
 from decoding.suite import CONVERSATION, SuitePrompt, load_suite
@@ -23,7 +24,7 @@ CONFIG = BenchConfig(modes=("ar", "copy"), baselines=("hf", "hf-lookup"), max_ne
 
 
 def suite(n: int = 3) -> list[SuitePrompt]:
-    texts = ["one two one two one two", "abcabcabcabc", "a list: x, y, z"]
+    texts = ["ABABABABAB", "abcabcabcabc", "list:0;1;2;"]
     return [
         SuitePrompt(f"s:{i}", "qa" if i % 2 else "rag", i % 2 == 0, ({"role": "user", "content": t},))
         for i, t in enumerate(texts[:n])
@@ -31,8 +32,8 @@ def suite(n: int = 3) -> list[SuitePrompt]:
 
 
 @pytest.fixture(scope="module")
-def decoder(tiny_folder: Path) -> Decoder:
-    return Decoder(load_target(tiny_folder, dtype="float32"))
+def decoder(small_target: Callable[..., Target]) -> Decoder:
+    return Decoder(small_target("llama"))
 
 
 def test_run_measures_every_mode_and_writes_results(decoder: Decoder, tmp_path: Path) -> None:
@@ -112,7 +113,7 @@ def test_a_difference_is_judged_by_the_target_s_own_logits(decoder: Decoder, tmp
     found = run.result()["equality"]
     assert unequal({"equality": found}) == ["copy"]
     [difference] = found["modes"]["copy"]["differences"]
-    ids = torch.tensor([[*target.encode(prompt.messages), *right[:5]]])
+    ids = torch.tensor([[*prompt_ids(target, prompt), *right[:5]]])
     logits = target.model(ids).logits[0, -1].detach()
     gap = float(logits.max() - logits[other])
     assert difference["index"] == 5
@@ -127,7 +128,7 @@ def test_a_difference_is_judged_by_the_target_s_own_logits(decoder: Decoder, tmp
 
 def test_baseline_pieces_add_up_and_attention_is_set_back(decoder: Decoder) -> None:
     before = decoder.target.model.config._attn_implementation
-    ids = decoder.target.encode("one two one two one two")
+    ids = decoder.target.encode("ABABABABAB")
     plain = hugging_face(decoder.target, ids, 30, "hf")
     lookup = hugging_face(decoder.target, ids, 30, "hf-lookup")
     assert plain.tokens == lookup.tokens

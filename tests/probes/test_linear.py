@@ -72,6 +72,13 @@ def test_float32_is_close_to_float64() -> None:
     np.testing.assert_allclose(single.predict_proba(x)[:, 1], double.predict_proba(x)[:, 1], atol=5e-3)
 
 
+def test_columns_that_repeat_and_a_tiny_penalty() -> None:
+    x, y = states_like_a_model(200, 6, seed=5)
+    probe = LinearProbe(l2=1e-13).fit(np.hstack([x, x]), y)
+    single = LinearProbe(l2=1e-13).fit(x, y)
+    np.testing.assert_allclose(probe.decision_function(np.hstack([x, x])), single.decision_function(x), atol=1e-3)
+
+
 def test_the_unit_of_the_states_does_not_matter() -> None:
     x, y = states_like_a_model(300, 8, seed=3)
     small, large = LinearProbe().fit(x, y), LinearProbe().fit(x * 1024, y)

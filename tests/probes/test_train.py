@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import roc_auc_score
+
+from activations.target import Fingerprint
+from probes.artifact import Probe, ProbeError
+from probes.baselines import LEAK
+from probes.plot import plot
+from probes.result import TrainResult
+from probes.rows import split_rows
+from probes.train import TrainConfig, train
+
+QUICK = TrainConfig(l2=(1e-4, 1e-2), resamples=100)
+
+
+@pytest.fixture(scope="module")
+def result(fake_store: Any) -> TrainResult:
+    return train(fake_store(), QUICK)
+
+
+def test_the_site_that_knows_the_label_is_chosen(result: TrainResult, fake_store: Any) -> None:
+    assert result.probes["best"].config.site == "resid_mid.1"
+    assert result.probes["serving"].config.site == "resid_post.1"
+    assert [s.site for s in result.sites] == fake_store().sites
+    auc = {s.site: s.roc_auc.estimate for s in result.sites}
+    assert abs(auc["embed"] - 0.5) < 0.1 and auc["resid_mid.1"] > 0.9
+
+
+def test_reported_numbers_are_those_of_the_artifact_on_the_test_part(
+    result: TrainResult, tmp_path: Path, fake_store: Any
+) -> None:
+    store = fake_store()
+    probe = Probe.from_pretrained(result.save(tmp_path) / "best")
+    rows = store.rows()
+    score = probe.score(store.states("resid_mid.1")).numpy()
+    for scope in ("all", "match"):
+        kept = (rows["split"] == "validation") & (rows["span_1"] >= 0)
+        if scope == "match":
+            kept &= rows["match_length"] >= 5
+        found = result.evaluations["best"][scope]
+        y = rows["span_1"][kept]
+        assert found.rows == kept.sum()
+        assert found.roc_auc.estimate == pytest.approx(roc_auc_score(y, score[kept]))
+        called = score[kept] >= probe.config.threshold
+        assert found.precision is not None
+        assert found.precision.estimate == pytest.approx(y[called].mean())
+    assert result.reliability["best"].error < 0.1
+
+
+def test_weights_calibration_and_threshold_do_not_see_the_test_part(result: TrainResult, fake_store: Any) -> None:
+    store = fake_store()
+    test = store._rows["split"] == "validation"
+    for name in ("span_1", "match_length"):
+        column = store._rows[name]
+        column[test] = np.random.default_rng(1).permutation(column[test])
+    other = train(store, QUICK)
+    for name, probe in result.probes.items():
+        assert other.probes[name].config.threshold == probe.config.threshold
+        for key, tensor in probe.tensors.items():
+            assert torch.equal(other.probes[name].tensors[key], tensor)
+    assert other.evaluations["best"]["all"].roc_auc.estimate < 0.6 < result.evaluations["best"]["all"].roc_auc.estimate
+
+
+def test_selection_rows_do_not_move_the_weights(result: TrainResult, fake_store: Any) -> None:
+    store = fake_store()
+    selection = split_rows(store.rows(), QUICK.selection_share, QUICK.seed).part == "selection"
+    store._states["resid_mid.1"][torch.from_numpy(selection)] += 0.5
+    other = train(store, replace(QUICK, sites=("resid_mid.1",), l2=(result.sites[2].l2,)))
+    weight, same = result.probes["best"].tensors, other.probes["best"].tensors
+    assert torch.equal(weight["weight"], same["weight"]) and torch.equal(weight["bias"], same["bias"])
+    assert not torch.equal(weight["calibration"], same["calibration"])
+
+
+def test_baselines_stand_beside_with_paired_differences(result: TrainResult) -> None:
+    for name, found in result.behind.items():
+        for scope, gap in found.items():
+            best, this = result.evaluations["best"][scope].roc_auc, result.evaluations[name][scope].roc_auc
+            assert gap.estimate == pytest.approx(best.estimate - this.estimate)
+            assert gap.lower <= gap.estimate <= gap.upper
+    assert {"serving", "match length", "surface + logits, boosted trees", LEAK} <= set(result.behind)
+    assert "best" not in result.behind
+
+
+def test_same_seed_same_result(result: TrainResult, fake_store: Any) -> None:
+    again, first = train(fake_store(), QUICK).to_dict(), result.to_dict()
+    for changing in ("provenance", "seconds"):
+        again.pop(changing), first.pop(changing)
+    assert again == first
+
+
+def test_saved_files(result: TrainResult, tmp_path: Path, fake_store: Any) -> None:
+    result.save(tmp_path)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["best", "serving", "train.json", "train.md"]
+    values = json.loads((tmp_path / "train.json").read_text())
+    assert values["probes"]["best"]["site"] == "resid_mid.1"
+    assert values["config"]["l2"] == [1e-4, 1e-2]
+    assert values["evaluations"]["best"]["match"]["roc_auc"].keys() == {"estimate", "lower", "upper"}
+    table = (tmp_path / "train.md").read_text()
+    for text in ("best probe (resid_mid.1)", "leak check", "rows with a suffix match", "| attn_out.1 |"):
+        assert text in table
+    config = Probe.from_pretrained(tmp_path / "serving").config
+    assert config.target == Fingerprint(**fake_store().manifest["target"]) and config.store == values["store"]
+    assert config.label_settings == {"span_n": 5, "kappa": 5, "follow_m": 1, "match": 5, "rows": "all"}
+    assert config.split["test"]["documents"] == 20
+    assert (tmp_path / "serving" / "README.md").read_text().count("rows with a suffix match / roc_auc") == 1
+
+
+def test_follow_is_fitted_and_measured_on_rows_with_a_match(fake_store: Any) -> None:
+    store = fake_store()
+    result = train(store, replace(QUICK, label="follow", follow_m=3))
+    assert set(result.evaluations["best"]) == {"match"}
+    rows = store.rows()
+    known = (rows["match_length"] >= 5) & ~rows["censored"]
+    assert sum(result.split[p]["rows"] for p in ("fit", "selection", "test")) == known.sum()
+    found = result.evaluations["best"]["match"]
+    expected = (rows["accepted"] >= 3)[known & (rows["split"] == "validation")].mean()
+    assert found.base_rate.estimate == pytest.approx(expected)
+
+
+def test_conditional_fit_is_measured_on_all_rows_too(fake_store: Any) -> None:
+    result = train(fake_store(), replace(QUICK, conditional=True, sites=("resid_mid.1",)))
+    assert set(result.evaluations["best"]) == {"all", "match"}
+    assert result.split["test"]["rows"] == result.evaluations["best"]["match"].rows
+    assert set(result.probes) == {"best"}  # no block boundary among the sites
+
+
+def test_kept_sites_get_an_artifact(fake_store: Any) -> None:
+    config = replace(QUICK, sites=("resid_*",), keep=("attn_out.1", "resid_post.2"))
+    result = train(fake_store(), config)
+    assert set(result.probes) == {"best", "serving", "attn_out.1", "resid_post.2"}
+    assert {s.site for s in result.sites} == {"resid_mid.1", "resid_post.1", "resid_post.2"}
+
+
+def test_metric_that_selects(fake_store: Any) -> None:
+    for metric in ("average_precision", "f1"):
+        assert train(fake_store(), replace(QUICK, select_by=metric)).probes["best"].config.site == "resid_mid.1"
+
+
+def test_progress_ends_at_its_total(fake_store: Any) -> None:
+    told: list[tuple[int, int, str]] = []
+    train(fake_store(documents=30), QUICK, lambda done, total, what: told.append((done, total, what)))
+    assert [t[0] for t in told] == sorted(t[0] for t in told)
+    assert told[-1][0] == told[-1][1] and told[0][2] == "fitting embed"
+    assert max(t[0] for t in told[:-1]) < told[-1][1]
+
+
+def test_a_store_of_a_folder_keeps_the_folders_place_out(fake_store: Any) -> None:
+    store = fake_store(documents=30)
+    store.manifest["target_name"] = "/home/someone/models/mine"
+    result = train(store, replace(QUICK, sites=("resid_post.1",)))
+    assert result.target_name == result.probes["best"].config.target_name == "mine"
+
+
+def test_broken_states(fake_store: Any) -> None:
+    store = fake_store()
+    store._states["attn_out.1"][7, 3] = float("nan")
+    with pytest.raises(ProbeError, match=r"1 rows have states at attn_out\.1 that are not finite"):
+        train(store, QUICK)
+    store._states["attn_out.1"] = store._states["attn_out.1"][:-1]
+    with pytest.raises(ProbeError, match="the store has 2400 rows, but states of shape"):
+        train(store, QUICK)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"follow_m": 0}, "follow_m is 0"),
+        ({"match": 0}, "match is 0"),
+        ({"l2": ()}, "at least one penalty"),
+        ({"l2": (0.0,)}, "above 0"),
+        ({"selection_share": 1.0}, "between 0 and 1"),
+        ({"resamples": 0}, "resamples is 0"),
+    ],
+)
+def test_bad_settings(change: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        TrainConfig(**change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_plot_is_a_picture(result: TrainResult, tmp_path: Path, ending: str) -> None:
+    data = plot(result, tmp_path / f"a.{ending}").read_bytes()
+    assert data.startswith(b"\x89PNG") if ending == "png" else b"<svg" in data
