@@ -11,8 +11,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,15 +24,15 @@ from activations.store import write_json
 from activations.target import Target
 from decoding.baselines import BASELINES, LOOKUP_TOKENS, hugging_face
 from decoding.costs import machine
+from decoding.decoder import Decoder
+from decoding.modes import DecodingError, ModeSettings
 from decoding.suite import SuitePrompt
 from decoding.summary import Drafts, Row, divergence, gate_quality, markdown, plot, summarize
 
 if TYPE_CHECKING:
-    from decoding.decoder import Decoder
     from decoding.trace import StepRecord
 
 NEAR_TIE_ULPS = 4.0
-ALWAYS_COPY = "copy"
 WARM_UP_TOKENS = 16
 
 
@@ -40,8 +40,8 @@ WARM_UP_TOKENS = 16
 class BenchConfig:
     """What is measured."""
 
-    modes: tuple[str, ...] = ("ar", "copy", "eagle", "switchsd")
-    """Modes to compare."""
+    modes: tuple[str, ...] = ("ar", "copy", "eagle", "switchsd", "switchsd/gate=match")
+    """Modes to compare; settings of their own may follow after slashes, as in eagle/neural_nodes=23/neural_depth=6."""
     baselines: tuple[str, ...] = ("hf", "hf-lookup")
     """Hugging Face generate beside them: plain (hf), with prompt lookup (hf-lookup), or nothing."""
     limit: int = 0
@@ -97,7 +97,8 @@ class Bench:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.settings = settings(decoder, config)
-        self.mode_settings = {m: {**self.settings, **mode_settings(decoder, m)} for m in config.columns}
+        self.runners = {column: runner(decoder, column) for column in config.columns}
+        self.mode_settings = {m: {**self.settings, **mode_settings(*self.runners[m])} for m in config.columns}
         self.hashes = {mode: _hash(value) for mode, value in self.mode_settings.items()}
         wanted = {(p.key, mode, self.hashes[mode]) for p in suite for mode in config.columns}
         stored = map(Row.from_dict, _read(folder / "rows.jsonl"))
@@ -118,19 +119,23 @@ class Bench:
         if self.done == self.total:
             return
         for mode in self.config.columns:
-            measure(self.decoder, self.suite[0], mode, self.hashes[mode], WARM_UP_TOKENS)
+            self._measure(self.suite[0], mode, WARM_UP_TOKENS)
         columns = self.config.columns
         with (self.folder / "rows.jsonl").open("a", encoding="utf-8") as out:
             for i, prompt in enumerate(self.suite):
                 for mode in (*columns[i % len(columns) :], *columns[: i % len(columns)]):
                     if (prompt.key, mode) in self._done:
                         continue
-                    row = measure(self.decoder, prompt, mode, self.hashes[mode], self.config.max_new_tokens)
+                    row = self._measure(prompt, mode, self.config.max_new_tokens)
                     out.write(json.dumps(row.to_dict()) + "\n")
                     out.flush()
                     self.rows.append(row)
                     self._done.add((prompt.key, mode))
                     yield row
+
+    def _measure(self, prompt: SuitePrompt, column: str, max_new_tokens: int) -> Row:
+        row = measure(*self.runners[column], prompt, max_new_tokens)
+        return replace(row, mode=column, settings=self.hashes[column])
 
     def result(self) -> dict[str, Any]:
         """Everything there is to say; writes `result.json`, `table.md` and `plot.png`."""
@@ -140,12 +145,7 @@ class Bench:
             "modes": self.mode_settings,
             "provenance": provenance(),
             "summary": summarize([r for p in self.suite for r in self.rows if r.key == p.key], self.config.columns),
-            "gate": [
-                quality
-                for mode in self.config.modes
-                if ALWAYS_COPY in self.config.modes and mode not in (ALWAYS_COPY, "ar", "eagle")
-                if (quality := gate_quality(rows, mode, ALWAYS_COPY)) is not None
-            ],
+            "gate": [q for a, b in gated(self.runners) if (q := gate_quality(rows, a, b)) is not None],
             "equality": self.equality(),
         }
         write_json(self.folder / "result.json", found)
@@ -206,11 +206,11 @@ def prompt_ids(target: Target, prompt: SuitePrompt) -> list[int]:
     return target.encode("\n\n".join(m["content"] for m in prompt.messages))
 
 
-def measure(decoder: Decoder, prompt: SuitePrompt, mode: str, settings: str, max_new_tokens: int) -> Row:
-    """One row."""
+def measure(decoder: Decoder, mode: str, prompt: SuitePrompt, max_new_tokens: int) -> Row:
+    """One row, without the hash of its settings."""
     ids = prompt_ids(decoder.target, prompt)
     place: dict[str, Any] = {"key": prompt.key, "group": prompt.group, "copy_heavy": prompt.copy_heavy}
-    place |= {"mode": mode, "settings": settings}
+    place |= {"mode": mode, "settings": ""}
     if mode in BASELINES:
         written = hugging_face(decoder.target, ids, max_new_tokens, mode)
         return Row(
@@ -284,6 +284,41 @@ def settings(decoder: Decoder, config: BenchConfig) -> dict[str, Any]:
 
 OF_DRAFTER = {"copy": ("depth", "copy_nodes"), "eagle": ("neural_nodes", "neural_depth")}
 """Mode settings that matter where a drafter takes part; the drafter's own description says the rest."""
+
+
+def runner(decoder: Decoder, column: str) -> tuple[Decoder, str]:
+    """The decoder and mode of a column: a mode's name, and settings of its own after slashes."""
+    mode, *changes = column.split("/")
+    if not changes:
+        return decoder, mode
+    known = {f.name for f in fields(ModeSettings)}
+    values: dict[str, Any] = {}
+    for change in changes:
+        name, _, text = change.partition("=")
+        if name not in known or not text:
+            raise DecodingError(f"{column!r}: {change!r} is no setting=value; settings are {', '.join(sorted(known))}")
+        try:
+            values[name] = json.loads(text)
+        except json.JSONDecodeError:
+            values[name] = text
+    try:
+        changed = replace(decoder.settings, **values)
+    except (TypeError, ValueError) as error:
+        raise DecodingError(f"{column!r}: {error}") from error
+    return Decoder(decoder.target, decoder.probe, decoder.neural, changed), mode
+
+
+def gated(runners: Mapping[str, tuple[Decoder, str]]) -> list[tuple[str, str]]:
+    """Pairs of columns that differ in the gate alone: one that chooses, and one that copies at every suffix match."""
+    plans = {c: d.describe(mode) for c, (d, mode) in runners.items() if mode not in BASELINES}
+    always = {c: p for c, p in plans.items() if p["gate"] == "MatchLengthGate"}
+    return [
+        (column, other)
+        for column, plan in plans.items()
+        if plan["gate"] not in ("MatchLengthGate", "Never", "Always")
+        for other, free in always.items()
+        if free["drafters"] == plan["drafters"]
+    ]
 
 
 def mode_settings(decoder: Decoder, mode: str) -> dict[str, Any]:

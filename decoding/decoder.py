@@ -209,7 +209,7 @@ class Decoder:
     def costs(self) -> CostTable:
         """The cost table: given, cached, or measured now (at most 20 s)."""
         if self._costs is None:
-            self._costs = get_costs(self.target, self.neural)
+            self._costs = get_costs(self.target, self.neural, self.probe)
         return self._costs
 
     def _run(
@@ -307,5 +307,3 @@ def _prompts(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     if isinstance(items[0], (int, Mapping)):
         return [items], True
     return items, False
-
-

@@ -12,9 +12,7 @@ from activations.target import Target
 from decoding.tree import DraftTree
 
 
-def tree_forward(
-    target: Target, cache: KVCache, pending: Sequence[int], trees: Sequence[DraftTree]
-) -> torch.Tensor:
+def tree_forward(target: Target, cache: KVCache, pending: Sequence[int], trees: Sequence[DraftTree]) -> torch.Tensor:
     """Logits [rows, Q, V] of [pending token, nodes, padding] in every row of the cache; rows without a pending token
     are idle."""
     arrays = pack(pending, trees, cache.rows)
@@ -46,5 +44,5 @@ def pack(
         mask = ancestors[row]
         for i, parent in enumerate(tree.parents):
             if parent >= -1:
-                mask[i + 1] |= mask[parent + 1]
+                mask[i + 1] |= mask[0]
     return tokens, ancestors, depths

@@ -98,9 +98,9 @@ class Verifier:
         packed = torch.stack([tokens, above, depths, starts[:, None] + depths]).to(device, non_blocking=True)
         tokens, above, depths, positions = packed.unbind(0)
         off_path = off_path.to(device, non_blocking=True)
-        chosen = self._choose(
-            logits.flatten(0, 1), [r for r in requests for _ in range(q)], positions.flatten()
-        ).view(b, q)
+        chosen = self._choose(logits.flatten(0, 1), [r for r in requests for _ in range(q)], positions.flatten()).view(
+            b, q
+        )
         followed = chosen.gather(1, above) == tokens
         followed |= torch.arange(q, device=device) == 0
         accepted = (followed[:, None, :] | off_path).all(-1) & (depths > 0)

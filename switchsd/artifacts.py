@@ -19,9 +19,9 @@ PACKAGE = {"probe": "probes", "eagle": "decoding"}
 
 
 def slug(target: str) -> str:
-    """A target's name as a folder name: the last two parts of an id or path, in plain characters."""
-    parts = [p for p in re.split(r"[/\\]+", target) if p not in ("", ".", "..", "~")]
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", "--".join(parts[-2:])) or "target"
+    """A target's name as a folder name: a folder's own name, or a hub id with its organisation."""
+    name = Path(target).name if Path(target).is_absolute() or Path(target).is_dir() else target.replace("/", "--")
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name) or "target"
 
 
 def cached(kind: Kind, target: str, name: str = "") -> Path:

@@ -26,20 +26,20 @@ from activations.target import Target
 ALPHABET = "".join(chr(c) for c in range(ord("0"), ord("0") + 64))
 WINDOW = 8
 """Sliding window of the small Gemma 3."""
-SHAPE = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=256,
-    bos_token_id=None,
-    eos_token_id=63,
-    pad_token_id=None,
-    initializer_range=0.12,  # repeats itself soon, so that copying is tried
-)
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 63,
+    "pad_token_id": None,
+    "initializer_range": 0.12,  # repeats itself soon, so that copying is tried
+}
 
 
 @functools.cache

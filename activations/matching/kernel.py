@@ -87,10 +87,10 @@ def _gather(
 
     back = tl.arange(0, LENGTH)
     inside = found & (back < MAX_LENGTH) & (back < start)
+    # what is not inside differs, so that the limits end a match like any other difference
     here = tl.load(text + start - 1 - back, mask=inside, other=-1)
     there = tl.load(text + end - 1 - back, mask=inside, other=-2)
-    length = tl.min(tl.where(here == there, LENGTH, back), axis=0)  # the first place that differs
-    length = tl.minimum(length, tl.minimum(MAX_LENGTH, tl.maximum(start, 0)))
+    length = tl.min(tl.where(here == there, LENGTH, back), axis=0)
 
     ahead = tl.arange(0, DEPTH)
     copied = tl.load(text + start + ahead, mask=found & (ahead < D) & (start + ahead < end), other=-1)

@@ -34,7 +34,7 @@ def bench(
 ) -> None:
     """Compare modes on prompts, beside Hugging Face generate."""
     for mode in config.modes:
-        get_mode(mode)
+        get_mode(mode.split("/")[0])
     prompts = load_suite(suite or (), config.limit)
     with bar(f"loading {target}"):
         decoder = load(target, probe, drafter, dtype=dtype, **asdict(settings))

@@ -30,7 +30,10 @@ def reference_law(logits: torch.Tensor, temperature: float, top_k: int, top_p: f
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.integers(0, 2**31), st.floats(0.2, 3), st.integers(0, 12), st.sampled_from([0.05, 0.3, 0.7, 0.95, 1.0]),
+    st.integers(0, 2**31),
+    st.floats(0.2, 3),
+    st.integers(0, 12),
+    st.sampled_from([0.05, 0.3, 0.7, 0.95, 1.0]),
 )
 def test_processed_logits_are_the_law_by_the_book(seed: int, temperature: float, top_k: int, top_p: float) -> None:
     logits = torch.randn(10, generator=torch.Generator().manual_seed(seed)) * 3

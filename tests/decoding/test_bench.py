@@ -16,7 +16,7 @@ from decoding import bench as module
 from decoding.baselines import hugging_face
 from decoding.bench import Bench, BenchConfig, drafts_of, measure, prompt_ids, unequal
 from decoding.decoder import Decoder
-from decoding.modes import ModeSettings
+from decoding.modes import DecodingError, ModeSettings
 from decoding.suite import CONVERSATION, SuitePrompt, load_suite
 from decoding.summary import Drafts, Row
 
@@ -89,9 +89,9 @@ def test_the_order_of_the_modes_rotates(
 ) -> None:
     seen: list[tuple[str, str]] = []
 
-    def fake(decoder: Decoder, prompt: SuitePrompt, mode: str, settings: str, max_new_tokens: int) -> Row:
+    def fake(decoder: Decoder, mode: str, prompt: SuitePrompt, max_new_tokens: int) -> Row:
         seen.append((prompt.key, mode))
-        return Row(prompt.key, prompt.group, False, mode, settings, 1, [1, 2], 1, 1, 0.1, 0.1)
+        return Row(prompt.key, prompt.group, False, mode, "", 1, [1, 2], 1, 1, 0.1, 0.1)
 
     monkeypatch.setattr(module, "measure", fake)
     list(Bench(decoder, suite(), CONFIG, tmp_path).run())
@@ -140,13 +140,47 @@ def test_baseline_pieces_add_up_and_attention_is_set_back(decoder: Decoder) -> N
 
 
 def test_drafts_are_counted_by_drafter(decoder: Decoder) -> None:
-    row = measure(decoder, suite(1)[0], "copy", "x", 40)
+    row = measure(decoder, "copy", suite(1)[0], 40)
     records = decoder.trace.records
     drafted = [r for r in records if r.tokens]
     assert drafts_of(records)["copy"] == Drafts(
         len(drafted), sum(len(r.accepted) for r in drafted), sum(not r.accepted for r in drafted)
     )
     assert row.steps == len(records)
+
+
+def test_columns_with_settings_of_their_own(decoder: Decoder, tmp_path: Path) -> None:
+    class Half:
+        """A probe that says yes at every other position, roughly."""
+
+        class config:
+            site, threshold = "resid_mid.1", 0.5
+
+            @staticmethod
+            def to_dict() -> dict:
+                return {"site": "resid_mid.1"}
+
+        def score(self, state: torch.Tensor) -> torch.Tensor:
+            return torch.sigmoid(state.float()[..., 0] * 100)
+
+    columns = ("copy", "copy/kappa=3", "switchsd", "switchsd/kappa=3", "switchsd/gate=match")
+    config = BenchConfig(modes=columns, baselines=(), max_new_tokens=40)
+    with_probe = Decoder(decoder.target, probe=Half())
+    run = Bench(with_probe, suite(), config, tmp_path)
+    rows = {(r.key, r.mode): r for r in run.run()}
+    assert len({r.settings for r in rows.values()}) == 5
+    result = run.result()
+    pairs = {(g["mode"], g["always"]) for g in result["gate"]}
+    assert pairs == {
+        ("switchsd", "copy"), ("switchsd", "switchsd/gate=match"), ("switchsd/kappa=3", "copy/kappa=3"),
+    }  # fmt: skip
+    for prompt in suite():
+        free = Decoder(decoder.target, settings=ModeSettings(kappa=3))
+        alone = measure(free, "copy", prompt, 40)
+        assert rows[prompt.key, "copy/kappa=3"].drafts == alone.drafts
+    for bad in ("copy/kapa=3", "copy/kappa", "copy/kappa=0", "copy/gate=luck"):
+        with pytest.raises(DecodingError, match="copy/"):
+            Bench(with_probe, suite(), replace(config, modes=(bad,)), tmp_path)
 
 
 def test_suite_groups_and_limits(tmp_path: Path) -> None:

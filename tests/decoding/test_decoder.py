@@ -25,7 +25,7 @@ MODE_NAMES = ["ar", "copy", "eagle", "switchsd"]
 
 
 class HalfRight:
-    """Proposes random trees around a text that it is told, right about half the time; checks the protocol as it goes."""
+    """Proposes random trees around a text that it is told, right about half the time. Checks the protocol, too."""
 
     name = "eagle"
     sites = ("resid_pre.1", "resid_post.3")

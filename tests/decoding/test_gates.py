@@ -39,7 +39,7 @@ def test_probe_gate_is_switchsds_rule() -> None:
     assert names(ProbeGate(COPY, None, 0.6).choose(at(5, 0.1))) == []
     with pytest.raises(ValueError, match="needs the probe's output"):
         gate.choose(at(5, None))
-    with pytest.raises(ValueError, match="tau is 1.5"):
+    with pytest.raises(ValueError, match=r"tau is 1\.5"):
         ProbeGate(COPY, EAGLE, 1.5)
 
 

@@ -15,13 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from activations import attention
 from activations.target import Target
-from decoding import decoder as decoder_module
 from decoding.decoder import Decoder
 from decoding.drafters import Budget
 from decoding.modes import ModeSettings
 from decoding.request import Request
 from decoding.tree import DraftTree
-from decoding.verifier import Verdict, Verifier
 
 N = 10_000
 PROMPT = [3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 0, 7, 7, 0, 2, 3, 0, 4, 6, 2, 6, 4, 3, 3]
@@ -84,17 +82,6 @@ class Random:
         return trees
 
 
-class Keen(Verifier):
-    """Wrong on purpose: now and then it follows a draft that the target did not choose."""
-
-    def accept(self, trees, logits, requests, intent=None):  # type: ignore[no-untyped-def]
-        out = super().accept(trees, logits, requests, intent)
-        return [
-            Verdict([0], v.pending, v.intent) if len(t) and not v.path and r.number % 4 == 0 else v
-            for t, r, v in zip(trees, requests, out, strict=True)
-        ]
-
-
 def sampled(mode: str) -> torch.Tensor:
     probe = SimpleNamespace(
         config=SimpleNamespace(site="resid_post.0", threshold=0.5, to_dict=dict),
@@ -121,15 +108,3 @@ def p_value(counts: torch.Tensor) -> float:
 @pytest.mark.parametrize("mode", ["ar", "copy", "eagle", "switchsd"])
 def test_three_tokens_have_the_targets_joint_law(mode: str) -> None:
     assert p_value(sampled(mode)) > 1e-3
-
-
-@pytest.mark.slow
-def test_a_wrong_verifier_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    build = decoder_module.Decoder.plan
-
-    def wrong(self: Decoder, mode: str, settings: ModeSettings | None = None) -> Any:
-        plan = build(self, mode, settings)
-        return type(plan)(plan.gate, plan.drafters, plan.probe, Keen())
-
-    monkeypatch.setattr(Decoder, "plan", wrong)
-    assert p_value(sampled("copy")) < 1e-6

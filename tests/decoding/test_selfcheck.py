@@ -18,7 +18,7 @@ def test_it_passes(family, implementation, small_target) -> None:  # type: ignor
 
 def test_a_boolean_mask_in_eager_attention_is_found(small_target, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(Target, "_shape", lambda self, mask, implementation: mask)
-    with pytest.raises(TargetError, match="small-llama: the logits of a draft tree differ .*'eager'"):
+    with pytest.raises(TargetError, match=r"small-llama: the logits of a draft tree differ .*'eager'"):
         check_tree_forward(small_target("llama", "eager"))
 
 

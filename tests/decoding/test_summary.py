@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoding.summary import HEAVY, OVERALL, Drafts, Row, divergence, gate_quality, ratio, speed, summarize
@@ -23,6 +23,7 @@ def row(key: str, mode: str, decoded: int, seconds: float, **more: object) -> Ro
 rows_of_one_mode = st.lists(st.tuples(st.integers(1, 50), st.floats(0.01, 5)), min_size=2, max_size=8)
 
 
+@settings(deadline=None)
 @given(rows_of_one_mode, st.integers(0, 5))
 def test_ratio_is_that_of_totals_and_its_interval_that_of_a_plain_bootstrap(pairs: list, seed: int) -> None:
     a = [row(str(i), "a", n, s) for i, (n, s) in enumerate(pairs)]
@@ -48,6 +49,7 @@ def test_ratio_pairs_prompts() -> None:
         ratio(a, b[:3])
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2), max_size=5), st.lists(st.integers(0, 2), max_size=5))
 def test_divergence(a: list[int], b: list[int]) -> None:
     found = divergence(a, b)

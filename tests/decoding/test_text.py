@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,9 @@ def byte_target():  # type: ignore[no-untyped-def]
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     raw.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw)
-    return SimpleNamespace(tokenizer=tokenizer, decode=lambda ids: Target.decode(SimpleNamespace(tokenizer=tokenizer), ids))  # type: ignore[arg-type]
+    return SimpleNamespace(
+        tokenizer=tokenizer, decode=lambda ids: Target.decode(SimpleNamespace(tokenizer=tokenizer), ids)
+    )  # type: ignore[arg-type]
 
 
 BYTES = byte_target()
@@ -30,7 +33,7 @@ texts = st.text(st.sampled_from("ab .é漢😀\n"), max_size=20)
 
 def pieces(ids: list[int], cuts: list[int]) -> list[list[int]]:
     at = [0, *sorted(c % (len(ids) + 1) for c in cuts), len(ids)]
-    return [ids[a:b] for a, b in zip(at, at[1:], strict=False)]
+    return [ids[a:b] for a, b in itertools.pairwise(at)]
 
 
 @given(texts, st.lists(st.integers(0, 100), max_size=8))

@@ -56,9 +56,7 @@ def test_derived_views_agree_with_walking_up(tree: DraftTree) -> None:
 
 @given(st.lists(trees(), min_size=1, max_size=3))
 def test_merge_holds_exactly_the_paths_of_its_parts(parts: list[DraftTree]) -> None:
-    named = [
-        DraftTree(t.tokens, t.parents, [str(k)] * len(t), [float(-k)] * len(t)) for k, t in enumerate(parts)
-    ]
+    named = [DraftTree(t.tokens, t.parents, [str(k)] * len(t), [float(-k)] * len(t)) for k, t in enumerate(parts)]
     merged = DraftTree.merge([*named, DraftTree((), (), (), ())])
     assert prefixes(merged) == set().union(*(prefixes(t) for t in named))
     assert len(merged) == len(prefixes(merged)), "equal siblings were left unmerged"

@@ -319,3 +319,19 @@ def test_doctor_says_what_is_there(capsys: pytest.CaptureFixture[str], own_cache
     code, out, _ = run(capsys, "doctor")
     assert code == OK
     assert "transformers" in out
+
+
+@pytest.mark.slow
+def test_demo_goes_the_whole_way(
+    capsys: pytest.CaptureFixture[str], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from switchsd.commands import demo
+
+    monkeypatch.setattr(demo, "PROMPTS", {"train": 16, "validation": 8})
+    options = ["demo", "--target", str(tiny_folder), "--max-new-tokens", "16", "--out", str(tmp_path)]
+    code, out, err = run(capsys, *options)
+    assert code == OK, err
+    cells = [[c.strip() for c in line.split("│")[1:3]] for line in out.splitlines() if line.startswith("│")]
+    assert cells == [[prompt, mode] for prompt in ("copy-heavy", "plain") for mode in ("ar", "switchsd")]
+    assert "best site" in err
+    assert (tmp_path / "probe" / "config.json").is_file()
