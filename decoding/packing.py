@@ -44,5 +44,5 @@ def pack(
         mask = ancestors[row]
         for i, parent in enumerate(tree.parents):
             if parent >= -1:
-                mask[i + 1] |= mask[0]
+                mask[i + 1] |= mask[parent + 1]
     return tokens, ancestors, depths
