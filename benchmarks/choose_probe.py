@@ -135,7 +135,7 @@ def main() -> None:
                 what = f"{label}{m if label == 'follow' else ''} {'matches' if conditional else 'all rows'} {name}"
                 print(
                     f"{what:28} {probe.config.site:14} AUC {auc}  tau {best['tau']:.2f}  "
-                    f"{best['tokens_per_second']:6.2f} tokens/s  kept {best['kept']:.3f}  avoided {best['avoided']:.3f}",
+                    f"{best['tokens_per_second']:.2f} tokens/s  kept {best['kept']:.2f}  avoided {best['avoided']:.2f}",
                     flush=True,
                 )
                 probe.config = replace(
