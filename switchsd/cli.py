@@ -80,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return OK
 
 
-USAGE_ERRORS = ("UsageError", "TargetError", "PromptError", "DecodingError", "BadParameter")
+USAGE_ERRORS = ("UsageError", "TargetError", "PromptError", "DecodingError")
 """What was asked for cannot be done. By name, because their modules load torch."""
-FAILURES = ("StoreError", "ProbeError", "HeadError", "CostError", "MissingModel", "TreeForwardError")
+FAILURES = ("StoreError", "ProbeError", "HeadError", "CostError", "MissingModel")
 """What was asked for is right, and something in the way."""
 
 

@@ -7,6 +7,7 @@ computed for the newest row alone. Features of steps at which another drafter dr
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -96,7 +97,16 @@ class EagleDrafter:
 
     def describe(self) -> dict[str, Any]:
         """What its drafts depend on, for JSON."""
-        return {"drafter": self.name, "top_k": self.top_k, "sites": list(self.sites), **asdict(self.config)}
+        digest = hashlib.sha256()
+        for weight in (self._fc, self._q, self._gate_up, self._head):
+            digest.update(weight.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return {
+            "drafter": self.name,
+            "weights": digest.hexdigest()[:16],
+            "top_k": self.top_k,
+            "sites": list(self.sites),
+            **asdict(self.config),
+        }
 
     # -- growing one tree ---------------------------------------------------------------------------
 

@@ -211,3 +211,10 @@ def _edit(folder: Path, drop: str | None = None, **tensors: torch.Tensor) -> Non
     if drop:
         del state[drop]
     save_file(state | tensors, folder / "model.safetensors")
+
+
+def test_description_tells_heads_apart(small_target: Callable[..., Target]) -> None:
+    sites = ("resid_pre.1", "resid_pre.2", "resid_pre.3")
+    one, same, other = (EagleDrafter(small_target(), random_head(seed), sites=sites).describe() for seed in (0, 0, 1))
+    assert one == same and one != other
+    assert json.loads(json.dumps(one)) == one
