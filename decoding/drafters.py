@@ -117,8 +117,8 @@ class NoDrafter:
 
 
 class CopyDrafter:
-    """Proposes what followed earlier occurrences of the last tokens: candidates most recent first, merged into a
-    trie. Keeps a suffix index of each request on the host."""
+    """Proposes what followed earlier occurrences of the last tokens: the most recent candidates, merged into a
+    trie, the longest match first. Keeps a suffix index of each request on the host."""
 
     name = "copy"
     sites: tuple[str, ...] = ()
@@ -146,7 +146,10 @@ class CopyDrafter:
         for request, budget in zip(requests, budgets, strict=True):
             matches = self.match(request)
             depth = min(budget.depth, request.room)
-            candidates = [c[:depth] for c in self._indices[request].candidates(matches)]
+            found = self._indices[request].candidates(matches)
+            # The longest match first (the most recent of equals): the first candidate gets most of the budget.
+            best = sorted(range(len(found)), key=lambda i: -matches.lengths[i])
+            candidates = [found[i][:depth] for i in best]
             trees.append(DraftTree.trie(candidates, self.name, budget.nodes) if candidates and depth > 0 else None)
         return trees
 

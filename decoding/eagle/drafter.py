@@ -101,7 +101,7 @@ class EagleDrafter:
         for weight in (self._fc, self._q, self._gate_up, self._head):
             digest.update(weight.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return {
-            "drafter": self.name,
+            "name": self.name,
             "weights": digest.hexdigest()[:16],
             "top_k": self.top_k,
             "sites": list(self.sites),
