@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,7 +19,7 @@ from activations.labels import LabelConfig, follow_rows
 from activations.provenance import provenance
 from activations.sampling import Sampling
 from activations.store import CaptureStore, StoreWriter
-from activations.target import Target
+from activations.target import Target, TargetError
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,14 @@ class CaptureConfig:
     """How copied tokens are labelled."""
     seed: int = 0
     """Keys the sampling of the completions."""
+
+    def __post_init__(self) -> None:
+        if not self.sites:
+            raise ValueError("no sites to keep: name at least one")
+        for name in ("max_new_tokens", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        Sampling(temperature=self.temperature)  # checks itself
 
 
 def estimate_bytes(target: Target, prompts: int, config: CaptureConfig) -> int:
@@ -60,6 +70,11 @@ def capture(
     """
     config = config or CaptureConfig()
     sites = [str(s) for s in target.sites(config.sites)]
+    for prompt in prompts:  # one that is too long must not end the capture half way
+        try:
+            target.encode_messages(prompt.messages)
+        except TargetError as error:
+            raise TargetError(f"prompt {prompt.id}: {error}") from error
     template = target.tokenizer.chat_template
     store = StoreWriter(
         folder,
@@ -69,6 +84,7 @@ def capture(
             "selection": config.selection,
             "config": asdict(config),
             "documents": len(prompts),
+            "prompts": hashlib.sha256(repr([(p.id, p.messages) for p in prompts]).encode()).hexdigest(),
             "dtype": str(target.dtype).removeprefix("torch."),
             "attention": target.config._attn_implementation,
             "chat_template": template if isinstance(template, str) else None,
@@ -76,7 +92,8 @@ def capture(
         },
         sites,
     )
-    for first in range(store.complete_shards * config.batch, len(prompts), config.batch):
+    shards = math.ceil(len(prompts) / config.batch)
+    for first in (n * config.batch for n in (*store.gaps, *range(store.complete_shards, shards))):
         chosen = prompts[first : first + config.batch]
         parts = []
         for completion in _completions(target, chosen, first, config):
@@ -96,7 +113,8 @@ def _completions(
 ) -> Iterator[Completion]:
     sampling = Sampling(temperature=config.temperature, seed=config.seed)
     requests = (
-        Request(first + i, target.encode(p.messages), config.max_new_tokens, sampling) for i, p in enumerate(prompts)
+        Request(number, target.encode_messages(prompt.messages), config.max_new_tokens, sampling)
+        for number, prompt in enumerate(prompts, start=first)
     )
     return complete(target, requests, rows=min(config.batch, len(prompts)))
 

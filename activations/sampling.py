@@ -7,9 +7,13 @@ same noise there: the sampled text does not depend on drafts, batch or schedulin
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
 
 import torch
+
+LOWEST = 1e-6
+"""Lowest temperature above 0."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +21,7 @@ class Sampling:
     """How the target's next token is chosen."""
 
     temperature: float = 0.0
-    """0 is greedy; otherwise logits are divided by it."""
+    """0 is greedy; otherwise logits are divided by it, and must stay finite."""
     top_k: int = 0
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
@@ -26,8 +30,15 @@ class Sampling:
     """Keys the noise, together with the request's number and the position."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
+        for names, kind, word in (
+            (("temperature", "top_p"), numbers.Real, "number"),
+            (("top_k", "seed"), numbers.Integral, "whole number"),
+        ):
+            for name in names:
+                if not isinstance(getattr(self, name), kind):
+                    raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a {word}")
+        if self.temperature != 0 and not LOWEST <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy), or {LOWEST} or more")
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}; it must be 0 (off) or more")
         if not 0 < self.top_p <= 1:

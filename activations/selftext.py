@@ -23,6 +23,7 @@ import torch
 from activations.generation import Completion, FollowUp, Request, complete
 from activations.provenance import provenance
 from activations.sampling import Sampling
+from activations.sites import eagle_sites, last_site
 from activations.store import CaptureStore, StoreWriter
 from activations.target import Target
 from activations.tasks import task
@@ -72,15 +73,10 @@ def benchmark_ngrams(files: Iterable[Path]) -> set[tuple[str, ...]]:
     return grams
 
 
-def eagle_sites(blocks: int) -> list[str]:
-    """The sites that an EAGLE-3 head reads, and the last state, from which the target's own logits follow."""
-    return [*(f"resid_pre.{k}" for k in (2, blocks // 2, blocks - 3)), f"resid_post.{blocks - 1}"]
-
-
 def write(target: Target, folder: Path, config: SelfTextConfig, benchmarks: Iterable[Path] = ()) -> Iterator[int]:
     """Extend the store in `folder` until the target has written `config.tokens` tokens; yields the count so far."""
     forbidden = benchmark_ngrams(benchmarks)
-    sites = eagle_sites(target.blocks)
+    sites = [*eagle_sites(target.blocks), last_site(target.blocks)]
     described = {k: v for k, v in asdict(config).items() if k not in ("tokens", "rows")}  # may change on resumption
     store = StoreWriter(
         folder,
@@ -170,7 +166,7 @@ def chat_frame(target: Target) -> tuple[list[int], list[int]]:
     marker = "\x00"
     text = str(target.tokenizer.apply_chat_template([{"role": "user", "content": marker}], tokenize=False))
     prefix = list(target.tokenizer(text.split(marker)[0], add_special_tokens=False)["input_ids"])
-    ids = target.encode("x")
+    ids = target.encode("a")
     last_stop = max(i for i, t in enumerate(ids) if t in target.stop_ids)
     return prefix, ids[last_stop + 1 :]
 

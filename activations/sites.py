@@ -22,6 +22,10 @@ import torch
 from torch import nn
 
 KINDS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+PRE_NORMS = {"input_layernorm", "post_attention_layernorm"}
+"""Norms of a Llama-like block, each before its branch; a Gemma-like block has POST_NORMS too, and the second of these
+stands behind attention."""
+POST_NORMS = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 
 
 @dataclass(frozen=True, order=True)
@@ -60,18 +64,42 @@ def parse_sites(sites: Iterable[str | Site], blocks: int) -> list[Site]:
     return out
 
 
+def eagle_sites(blocks: int) -> list[str]:
+    """The three sites that an EAGLE-3 head reads: what enters a low, a middle and a high block.
+
+    Published heads read blocks 2, n // 2 and n - 3; in a target of fewer than six these are not three.
+    """
+    chosen = (2, blocks // 2, blocks - 3) if blocks >= 6 else (1, blocks // 2, blocks - 1)
+    if len(set(chosen)) < 3:
+        raise ValueError(f"the target has {blocks} blocks; an EAGLE-3 head needs three different states: 4 or more")
+    return [f"resid_pre.{k}" for k in chosen]
+
+
+def last_site(blocks: int) -> str:
+    """The state from which the target's own logits follow, by its final norm and output matrix."""
+    return f"resid_post.{blocks - 1}"
+
+
 def _first(value: Any) -> torch.Tensor:
     return value[0] if isinstance(value, tuple) else value
 
 
 def _place(layer: nn.Module, kind: str) -> tuple[nn.Module, bool]:
     """The module to hook for a site of one block, and whether its input (True) or its output is the state."""
-    children = dict(layer.named_children())
-    gemma = "pre_feedforward_layernorm" in children  # norms before and after each branch
     if kind == "resid_pre":
         return layer, True
     if kind == "resid_post":
         return layer, False
+    children = dict(layer.named_children())
+    norms = {name for name in children if "norm" in name}
+    gemma = norms == PRE_NORMS | POST_NORMS
+    # Elsewhere (parallel branches, post-norms alone, scaled branches) the same names stand for other states.
+    scaled = any(getattr(layer, name, 1.0) != 1.0 for name in ("residual_multiplier", "residual_scale"))
+    if scaled or getattr(layer, "use_parallel_residual", False) or not (gemma or norms == PRE_NORMS):
+        raise ValueError(
+            f"{kind} of {type(layer).__name__} is not known (norms {', '.join(sorted(norms)) or 'none'}): "
+            "read resid_pre, resid_post or embed, which every target has"
+        )
     names = {
         "attn_out": "post_attention_layernorm" if gemma else "self_attn",
         "resid_mid": "pre_feedforward_layernorm" if gemma else "post_attention_layernorm",
@@ -93,11 +121,9 @@ class SiteReader:
     def __init__(self, embed: nn.Module, layers: nn.ModuleList, sites: Iterable[Site]) -> None:
         self.states: dict[Site, torch.Tensor] = {}
         self._handles = []
-        for site in sites:
-            if site.kind == "embed":
-                self._handles.append(embed.register_forward_hook(self._output(site)))
-                continue
-            module, is_input = _place(layers[site.block], site.kind)
+        # All places first: an unknown one must leave no hook behind.
+        places = [(s, *((embed, False) if s.kind == "embed" else _place(layers[s.block], s.kind))) for s in sites]
+        for site, module, is_input in places:
             if is_input:
                 self._handles.append(module.register_forward_pre_hook(self._input(site), with_kwargs=True))
             else:

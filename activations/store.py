@@ -23,6 +23,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 VERSION = 1
+DECIDES = ("target", "sites", "config", "prompts", "dtype", "attention")
+"""Entries of a manifest that must be equal for a capture to be continued."""
+
+
+AGAIN = "delete this file and run the command that made the store again; only this shard is made anew"
 
 
 class StoreError(Exception):
@@ -60,7 +65,10 @@ class CaptureStore:
         try:
             manifest = json.loads(file.read_text(encoding="utf-8"))
             version = manifest["version"]
-            manifest["shards"], manifest["sites"]  # both must be there
+            if not all(isinstance(manifest[k], list) for k in ("shards", "sites")):
+                raise TypeError("'shards' and 'sites' must be lists")
+            for shard in manifest["shards"]:
+                shard["rows"], shard["documents"], shard["sha256"]["rows"], shard["sha256"]["states"]
         except (ValueError, KeyError, TypeError) as error:
             raise StoreError(f"{file} is damaged ({error!r}): capture again into a new folder") from error
         if version != VERSION:
@@ -87,7 +95,7 @@ class CaptureStore:
         try:
             table = pq.read_table(file)
         except (OSError, pa.ArrowException) as error:
-            raise StoreError(f"cannot read {file}: {error}. Delete this shard and run the capture again.") from error
+            raise StoreError(f"cannot read {file} ({error}): {AGAIN}") from error
         return {name: table[name].to_numpy() for name in table.column_names}
 
     def shard_states(self, shard: int, site: str) -> torch.Tensor:
@@ -99,7 +107,7 @@ class CaptureStore:
             with safe_open(file, "pt") as handle:
                 tensor: torch.Tensor = handle.get_tensor(site)
         except (OSError, SafetensorError) as error:
-            raise StoreError(f"cannot read {file}: {error}. Delete this shard and run the capture again.") from error
+            raise StoreError(f"cannot read {file} ({error}): {AGAIN}") from error
         return tensor
 
     def rows(self) -> dict[str, np.ndarray]:
@@ -137,7 +145,7 @@ class CaptureStore:
                 suffix = "parquet" if name == "rows" else "safetensors"
                 file = self.folder / name / f"{shard:05d}.{suffix}"
                 if not file.is_file() or sha256(file) != info["sha256"][name]:
-                    raise StoreError(f"{file} is missing or changed: delete this shard and run the capture again")
+                    raise StoreError(f"{file} is missing, or not as it was written: {AGAIN}")
 
 
 class StoreWriter:
@@ -150,29 +158,45 @@ class StoreWriter:
         self.manifest: dict[str, Any] = {"version": VERSION, **manifest, "sites": sites, "shards": []}
         if file.is_file():
             old = CaptureStore.open(folder).manifest
-            changed = [k for k in ("target", "sites", "config") if _plain(old.get(k)) != _plain(self.manifest.get(k))]
+            changed = [k for k in DECIDES if _plain(old.get(k)) != _plain(self.manifest.get(k))]
             if changed:
                 raise StoreError(
                     f"{folder} holds a capture with other settings ({', '.join(changed)} differ): choose a new folder"
                 )
             self.manifest = old
+        self.gaps = self._gaps()
         (folder / "rows").mkdir(parents=True, exist_ok=True)
         (folder / "states").mkdir(exist_ok=True)
+
+    def _gaps(self) -> list[int]:
+        """Shards whose files were deleted, to be written again first; those at the end are simply forgotten."""
+        shards = self.manifest["shards"]
+        lost = [n for n in range(len(shards)) if not all(file.is_file() for file in self._files(n).values())]
+        while lost and lost[-1] == len(shards) - 1:
+            shards.pop()
+            lost.pop()
+        for n in lost:  # nothing of theirs counts until then
+            shards[n] = {"documents": [], "sha256": {}, **{k: 0 for k, v in shards[n].items() if isinstance(v, int)}}
+        return lost
+
+    def _files(self, shard: int) -> dict[str, Path]:
+        return {
+            "rows": self.folder / "rows" / f"{shard:05d}.parquet",
+            "states": self.folder / "states" / f"{shard:05d}.safetensors",
+        }
 
     @property
     def complete_shards(self) -> int:
         return len(self.manifest["shards"])
 
     def write(self, rows: Mapping[str, np.ndarray], states: Mapping[str, torch.Tensor], **counts: int) -> None:
-        """Append one shard; rows and states have equal length. `counts` go into the shard's manifest entry."""
+        """Write the first gap, or else the next shard; rows and states have equal length. `counts` go into the
+        shard's manifest entry."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        number = self.complete_shards
-        files = {
-            "rows": self.folder / "rows" / f"{number:05d}.parquet",
-            "states": self.folder / "states" / f"{number:05d}.safetensors",
-        }
+        number = self.gaps[0] if self.gaps else self.complete_shards
+        files = self._files(number)
         scratch = {name: file.with_name(file.name + ".tmp") for name, file in files.items()}
         pq.write_table(pa.table({name: pa.array(column) for name, column in rows.items()}), scratch["rows"])
         save_file({k: v.contiguous() for k, v in states.items()}, scratch["states"])
@@ -180,7 +204,7 @@ class StoreWriter:
         for name, file in files.items():
             os.replace(scratch[name], file)
         documents = rows["document"]
-        self.manifest["shards"].append(
+        self.manifest["shards"][number : number + 1] = [
             {
                 "rows": len(documents),
                 "documents": [int(d) for d in dict.fromkeys(documents.tolist())],
@@ -188,7 +212,8 @@ class StoreWriter:
                 "sha256": digests,
                 **counts,
             }
-        )
+        ]
+        del self.gaps[:1]
         write_json(self.folder / "manifest.json", self.manifest)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from activations import attention, packaged
@@ -57,13 +60,18 @@ class Target:
         self.folder = folder
         self.config = model.config.get_text_config()
         self.backbone: Any = model.get_decoder()  # families differ: torch modules without a common type
+        if not hasattr(self.backbone, "layers"):
+            raise TargetError(
+                f"{name} ({type(model).__name__}) keeps its blocks under another name than `layers`, and is not "
+                "supported yet: choose a target of the Llama, Qwen or Gemma kind"
+            )
         self.layers: Any = self.backbone.layers
         self.embed: Any = model.get_input_embeddings()
         self.head: Any = model.get_output_embeddings()
         types = set(getattr(self.config, "layer_types", None) or ())
         window = getattr(self.config, "sliding_window", None)
-        if getattr(self.config, "use_sliding_window", True) is False:
-            window = None
+        if getattr(self.config, "use_sliding_window", True) is False or (types and "sliding_attention" not in types):
+            window = None  # a window that no block has
         self.window: int | None = window
         self.hybrid = window is not None and "sliding_attention" in types
 
@@ -124,12 +132,22 @@ class Target:
         if isinstance(prompt, str):
             chat = bool(self.tokenizer.chat_template)
             ids = self._chat([{"role": "user", "content": prompt}]) if chat else self._text(prompt)
-        elif prompt and isinstance(prompt[0], int):
+        elif not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
+            raise TargetError(
+                f"a prompt is text, a list of chat messages or a list of token ids, not {type(prompt).__name__}"
+            )
+        elif prompt and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
             ids = [t for t in prompt if isinstance(t, int)]
-            bad = [t for t in prompt if not isinstance(t, int) or not 0 <= t < self.vocab_size]
+            bad = [t for t in ids if not 0 <= t < self.vocab_size]
             if bad:
                 raise TargetError(f"token id {bad[0]} is outside the vocabulary of {self.vocab_size} of {self.name}")
         else:
+            for m in prompt:
+                if not isinstance(m, Mapping) or not all(isinstance(m.get(k), str) for k in ("role", "content")):
+                    raise TargetError(
+                        f"{m!r} is no chat message: each needs a 'role' and a 'content' that are texts "
+                        "(token ids are plain integers)"
+                    )
             ids = self._chat([dict(m) for m in prompt if isinstance(m, Mapping)])
         if not ids:
             raise TargetError("the prompt is empty: give it some text")
@@ -139,18 +157,26 @@ class Target:
             )
         return ids
 
+    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of chat messages; a base model, which has no chat template, continues their bare text."""
+        return self.encode(messages if self.tokenizer.chat_template else "\n\n".join(m["content"] for m in messages))
+
     def _text(self, text: str) -> list[int]:
         if not text.strip():
             raise TargetError("the prompt is empty: give it some text")
-        return [int(t) for t in self.tokenizer(text)["input_ids"]]
+        return [int(t) for t in self.tokenizer(_whole(text))["input_ids"]]
 
     def _chat(self, messages: list[dict[str, str]]) -> list[int]:
         if not self.tokenizer.chat_template:
             raise TargetError(f"{self.name} has no chat template: give it plain text instead of messages")
         if not any(str(m.get("content", "")).strip() for m in messages):
             raise TargetError("the prompt is empty: give it some text")
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return [int(t) for t in self.tokenizer(str(text), add_special_tokens=False)["input_ids"]]
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            roles = ", ".join(str(m.get("role")) for m in messages)
+            raise TargetError(f"the chat template of {self.name} refuses messages of {roles}: {error}") from error
+        return [int(t) for t in self.tokenizer(_whole(str(text)), add_special_tokens=False)["input_ids"]]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
@@ -238,6 +264,19 @@ class Target:
             return torch.tanh(logits / cap) * cap if cap else logits
 
 
+def _whole(text: str) -> str:
+    """The text; half a surrogate pair, which bytes that are no UTF-8 turn into on a command line, is refused."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        bad = f"{text[error.start]!r} at character {error.start}"
+        raise TargetError(f"the prompt is no valid Unicode text ({bad}): give it as UTF-8") from None
+    return text
+
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
 def weights_hash(folder: Path) -> str:
     """A hash over sizes and evenly spaced samples of the weight files: milliseconds instead of a full read."""
     digest = hashlib.sha256()
@@ -279,32 +318,57 @@ def load_target(
             )
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) and dtype != "auto" else dtype
-    if dtype == "auto":
-        wanted = torch.bfloat16
-    if not isinstance(wanted, torch.dtype):
-        raise TargetError(f"unknown dtype {dtype!r}: use bfloat16, float16 or float32")
+    if isinstance(dtype, str) and dtype not in ("auto", *DTYPES):
+        raise TargetError(f"unknown dtype {dtype!r}: use auto, {', '.join(DTYPES)}")
+    wanted = getattr(torch, "bfloat16" if dtype == "auto" else dtype) if isinstance(dtype, str) else dtype
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    part = "configuration"
     try:
         config = AutoConfig.from_pretrained(source, **options)
         refuse_recurrent(config, text)
+        part = "weights"
         with _quiet():
-            model = AutoModelForCausalLM.from_pretrained(
-                source, config=config, dtype=wanted, attn_implementation=attention, **options
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source,
+                config=config,
+                dtype=wanted,
+                attn_implementation=attention,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told below, by name
+                **options,
             )
-            tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    except TargetError:
-        raise
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        model, loading = loaded
+        check_weights(model, loading, text)
+        part = "tokenizer"
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise  # a download that filled the disk
+        first = str(error).strip().splitlines()[0].rstrip(": ") if str(error).strip() else ""
+        kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
         raise TargetError(
-            f"cannot load target {text!r}: {first}\n"
+            f"cannot load target {text!r}, its {part}: {kind}{first}\n"
             f"Use an alias ({', '.join(packaged.ALIASES)}), a hub id that is cached or reachable, or a folder with "
             "config.json, safetensors weights and a tokenizer."
         ) from error
     folder = Path(source) if Path(source).is_dir() else None
-    moved: Any = model  # transformers wraps `to` in a way that type checkers misread
-    return Target(moved.to(device), tokenizer, text, folder)
+    return Target(model.to(device), tokenizer, text, folder)
+
+
+def check_weights(model: Any, loading: Mapping[str, Any], name: str) -> None:
+    """Refuse a model that is no stack of decoder blocks, or whose checkpoint leaves weights at random values."""
+    if not hasattr(model.get_decoder(), "layers"):
+        raise TargetError(
+            f"{name} is a {type(model).__name__}, whose blocks cannot be found: "
+            "choose a decoder-only model of the Llama, Qwen, Mistral or Gemma kind"
+        )
+    for what, found in (("are missing", loading["missing_keys"]), ("have another shape", loading["mismatched_keys"])):
+        names = sorted(key if isinstance(key, str) else key[0] for key in found)
+        if names:
+            raise TargetError(
+                f"the weights of {name} do not fit its config.json: {len(names)} tensors {what}, "
+                f"{names[0]} for one: download or save the model again"
+            )
 
 
 def refuse_recurrent(config: Any, name: str) -> None:

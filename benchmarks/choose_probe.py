@@ -69,7 +69,7 @@ class Relabelled:
             mine = old["document"] == number
             prompt = encode(prompts[number].messages)
             ids = prompt + old["pending"][mine].tolist()
-            rows = follow_rows(ids, len(prompt), config, stopped=not old["censored"][mine].any())
+            rows = follow_rows(ids, len(prompt), config, stopped=bool(old["span_0"][mine][-1] >= 0))
             rows["accepted"], rows["nodes"] = _as_decoded(ids, len(prompt), config, nodes)
             parts.append({**{k: v[mine] for k, v in old.items()}, **rows})
         self._rows = {k: np.concatenate([p[k] for p in parts]) for k in parts[0]}

@@ -11,17 +11,17 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from activations.cache import KVCache
 from activations.provenance import provenance
 from activations.store import write_json
-from activations.target import Target
+from activations.target import Target, TargetError
 from decoding.baselines import BASELINES, LOOKUP_TOKENS, hugging_face
 from decoding.costs import machine
 from decoding.decoder import Decoder
@@ -31,6 +31,8 @@ from decoding.summary import Drafts, Row, divergence, gate_quality, markdown, pl
 
 if TYPE_CHECKING:
     from decoding.trace import StepRecord
+
+T = TypeVar("T")
 
 NEAR_TIE_ULPS = 4.0
 WARM_UP_TOKENS = 16
@@ -52,6 +54,9 @@ class BenchConfig:
     def __post_init__(self) -> None:
         if not self.modes:
             raise ValueError("no modes to compare: name at least one")
+        for name in self.columns:
+            if self.columns.count(name) > 1:
+                raise ValueError(f"{name!r} is named twice: name each mode once")
         for name in self.baselines:
             if name not in BASELINES:
                 raise ValueError(f"unknown baseline {name!r}: choose from {', '.join(BASELINES)}")
@@ -101,7 +106,12 @@ class Bench:
         self.mode_settings = {m: {**self.settings, **mode_settings(*self.runners[m])} for m in config.columns}
         self.hashes = {mode: _hash(value) for mode, value in self.mode_settings.items()}
         wanted = {(p.key, mode, self.hashes[mode]) for p in suite for mode in config.columns}
-        stored = map(Row.from_dict, _read(folder / "rows.jsonl"))
+        for prompt in suite:  # one that is too long must not end the run half way
+            try:
+                decoder.target.encode_messages(prompt.messages)
+            except TargetError as error:
+                raise TargetError(f"{prompt.key}: {error}") from error
+        stored = _read(folder / "rows.jsonl", Row.from_dict)
         self.rows = [r for r in stored if (r.key, r.mode, r.settings) in wanted]
         self._done = {(r.key, r.mode) for r in self.rows}
 
@@ -160,7 +170,9 @@ class Bench:
         reference = next((m for m in ("hf", "ar") if m in columns), columns[0])
         texts = {r.key: r for r in self.rows if r.mode == reference}
         prompts = {p.key: p for p in self.suite}
-        stored = (Difference(**{**d, "tokens": tuple(d["tokens"])}) for d in _read(self.folder / "differences.jsonl"))
+        stored = _read(
+            self.folder / "differences.jsonl", lambda d: Difference(**{**d, "tokens": tuple(d["tokens"])})
+        )
         known = {(d.key, d.mode, d.settings, d.reference, d.index): d for d in stored}
         modes: dict[str, Any] = {}
         with (self.folder / "differences.jsonl").open("a", encoding="utf-8") as out:
@@ -199,16 +211,9 @@ def unequal(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def prompt_ids(target: Target, prompt: SuitePrompt) -> list[int]:
-    """A base model, which has no chat template, continues the bare text."""
-    if target.tokenizer.chat_template:
-        return target.encode(prompt.messages)
-    return target.encode("\n\n".join(m["content"] for m in prompt.messages))
-
-
 def measure(decoder: Decoder, mode: str, prompt: SuitePrompt, max_new_tokens: int) -> Row:
     """One row, without the hash of its settings."""
-    ids = prompt_ids(decoder.target, prompt)
+    ids = decoder.target.encode_messages(prompt.messages)
     place: dict[str, Any] = {"key": prompt.key, "group": prompt.group, "copy_heavy": prompt.copy_heavy}
     place |= {"mode": mode, "settings": ""}
     if mode in BASELINES:
@@ -255,7 +260,7 @@ def difference(
     theirs = reference[index] if index < len(reference) else None
     gap = ulps = None
     if mine is not None and theirs is not None:
-        shared = [*prompt_ids(target, prompt), *row.tokens[:index]]
+        shared = [*target.encode_messages(prompt.messages), *row.tokens[:index]]
         tokens = torch.tensor([shared], device=target.device)
         logits = target.forward(tokens, KVCache(1, capacity=len(shared)), logits_to_keep=1)[0, -1].float()
         top = float(logits.max())
@@ -311,13 +316,14 @@ def runner(decoder: Decoder, column: str) -> tuple[Decoder, str]:
 def gated(runners: Mapping[str, tuple[Decoder, str]]) -> list[tuple[str, str]]:
     """Pairs of columns that differ in the gate alone: one that chooses, and one that copies at every suffix match."""
     plans = {c: d.describe(mode) for c, (d, mode) in runners.items() if mode not in BASELINES}
-    always = {c: p for c, p in plans.items() if p["gate"] == "MatchLengthGate"}
+    drafts = {c: (p["drafters"], settings_of_drafters(p)) for c, p in plans.items()}
+    always = [c for c, p in plans.items() if p["gate"] == "MatchLengthGate"]
     return [
         (column, other)
         for column, plan in plans.items()
         if plan["gate"] not in ("MatchLengthGate", "Never", "Always")
-        for other, free in always.items()
-        if free["drafters"] == plan["drafters"]
+        for other in always
+        if drafts[other] == drafts[column]
     ]
 
 
@@ -326,25 +332,36 @@ def mode_settings(decoder: Decoder, mode: str) -> dict[str, Any]:
     if mode in BASELINES:
         return {"mode": mode, "lookup_tokens": LOOKUP_TOKENS if mode == "hf-lookup" else 0}
     found = decoder.describe(mode)
-    used = {name for drafter in found["drafters"] for name in OF_DRAFTER.get(drafter["name"], ())}
+    used = settings_of_drafters(found)
     if found["probe"] is not None:
-        used.add("tau")
-    return {**found, "settings": {name: value for name, value in found["settings"].items() if name in used}}
+        used["tau"] = found["settings"]["tau"]
+    return {**found, "settings": used}
+
+
+def settings_of_drafters(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a mode's description, the settings that its drafters' trees depend on."""
+    names = [name for drafter in described["drafters"] for name in OF_DRAFTER.get(drafter["name"], ())]
+    return {name: described["settings"][name] for name in names}
 
 
 def _hash(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _read(file: Path) -> list[dict[str, Any]]:
+def _read(file: Path, make: Callable[[dict[str, Any]], T]) -> list[T]:
     """Records of a JSONL file; a half-written last line is cut off, so that appending goes on cleanly."""
     if not file.is_file():
         return []
-    text = file.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
+    text = file.read_bytes()
+    whole = text[: text.rfind(b"\n") + 1]
     if whole != text:
-        os.truncate(file, len(whole.encode()))
-    try:
-        return [json.loads(line) for line in whole.splitlines()]
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is damaged ({error}): remove it, or choose another --out") from error
+        os.truncate(file, len(whole))
+    found = []
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            found.append(make(json.loads(line)))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"{file}:{number} is damaged ({error!r}): remove the line, or choose another --out"
+            ) from error
+    return found

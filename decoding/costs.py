@@ -179,9 +179,9 @@ def _verify_ms(target: Target, cache: KVCache, context: int, width: int) -> floa
 
 
 def _draft_ms(target: Target, drafter: Drafter, deadline: float) -> list[float]:
-    """By depth, with a full tree of 15 nodes; a prompt of 256 tokens is caught up first."""
+    """By depth, with a full tree of 15 nodes and one new token to catch up with, after a prompt of 256 tokens."""
     length = min(256, target.max_length // 2)
-    request = Request(0, list(range(length)), max_new_tokens=64)
+    request = Request(0, [i % target.vocab_size for i in range(length)], max_new_tokens=64)
     request.tokens = [*request.prompt, 0]
     wide = target.width * len(drafter.sites)
     features = torch.randn(length, wide, dtype=target.dtype, device=target.device) if wide else None
@@ -192,6 +192,8 @@ def _draft_ms(target: Target, drafter: Drafter, deadline: float) -> list[float]:
         for depth in DEPTHS:
             times = []
             for _ in range(5):
+                request.tokens.append(0)
+                drafter.observe(request, None if features is None else features[:1])
                 began = perf_counter()
                 drafter.propose([request], [FixedBudget(15, depth)])
                 if target.device.type == "cuda":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from time import perf_counter
 from typing import Any, overload
 
@@ -167,13 +167,17 @@ class Decoder:
         **settings: Any,
     ) -> Generator[Event, None, None]:
         """Checks everything at once, so that a bad option fails at the call and not at the first event."""
-        if max_new_tokens < 1:
-            raise DecodingError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
-        if batch < 1:
-            raise DecodingError(f"batch is {batch}; it must be 1 or more")
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        if not all(stops):
-            raise DecodingError("a stop string is empty: give it some text")
+        for name, value in (("max_new_tokens", max_new_tokens), ("batch", batch)):
+            if not isinstance(value, int) or value < 1:
+                raise DecodingError(f"{name} is {value!r}; it must be a whole number, 1 or more")
+        stops = (stop,) if isinstance(stop, str) or not isinstance(stop, Sequence) else tuple(stop)
+        for text in stops:
+            if not isinstance(text, str) or not text:
+                raise DecodingError(f"a stop string is empty or no text ({text!r}): give it some text")
+        known = [f.name for f in fields(ModeSettings)]
+        for name in settings:
+            if name not in known:
+                raise DecodingError(f"unknown option {name!r}: settings of the modes are {', '.join(known)}")
         try:
             sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
             chosen = replace(self.settings, **settings)
@@ -301,6 +305,10 @@ def _prompts(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     """The prompts, and whether a single one was given (text, one list of messages, or one list of ids)."""
     if isinstance(prompt, str):
         return [prompt], True
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
+        raise DecodingError(
+            f"a prompt is text, a list of chat messages or a list of token ids, not {type(prompt).__name__}"
+        )
     items: list[Any] = list(prompt)
     if not items:
         raise DecodingError("no prompt was given")

@@ -95,27 +95,6 @@ class Drafter(Protocol):
         ...
 
 
-class NoDrafter:
-    """Never proposes: the target alone."""
-
-    name = "none"
-    sites: tuple[str, ...] = ()
-
-    def describe(self) -> dict[str, Any]:
-        return {"name": self.name}
-
-    def start(self, request: Request, features: torch.Tensor | None) -> None: ...
-
-    def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> list[DraftTree | None]:
-        return [None] * len(requests)
-
-    def observe(self, request: Request, features: torch.Tensor | None) -> None: ...
-
-    def select(self, requests: Sequence[Request], rows: Sequence[int], from_position: int) -> None: ...
-
-    def close(self, request: Request) -> None: ...
-
-
 class CopyDrafter:
     """Proposes what followed earlier occurrences of the last tokens: the most recent candidates, merged into a
     trie, the longest match first. Keeps a suffix index of each request on the host."""

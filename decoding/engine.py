@@ -145,7 +145,7 @@ class Engine:
         matches = [self._copy.match(r) if self._copy else None for r in requests]
         intents = [self._intents.get(r) for r in requests]
         decisions = [
-            self.plan.gate.choose(Situation(len(r.tokens), r.room, m.length if m else 0, i)) if r.room > 0 else NO_ROOM
+            self.plan.gate.choose(Situation(len(r.tokens), r.room, m.longest if m else 0, i)) if r.room > 0 else NO_ROOM
             for r, m, i in zip(requests, matches, intents, strict=True)
         ]
         asked: dict[str, list[tuple[int, Budget]]] = {}
@@ -215,7 +215,7 @@ class Engine:
             drafters=tuple(name for name, _ in draft.decision.drafts),
             reason=draft.decision.reason,
             intent=draft.intent,
-            match_length=matches.length if matches else 0,
+            match_length=matches.longest if matches else 0,
             match_start=matches.starts[0] if matches and matches.starts else -1,
             tokens=tuple(tree.tokens),
             parents=tuple(tree.parents),

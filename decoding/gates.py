@@ -39,7 +39,7 @@ class Situation:
     room: int
     """How deep a draft can still be of use."""
     match_length: int = 0
-    """Length of the best suffix match, pending token included; 0 = none of at least kappa."""
+    """Length of the longest suffix match among the candidates, pending token included; 0 = none of at least kappa."""
     intent: float | None = None
     """The probe's output at the anchor."""
 
@@ -186,7 +186,7 @@ class CostGate:
 
     def choose(self, situation: Situation) -> Decision:
         length, costs = situation.length, self.costs
-        best = Decision((), "target is dearest to help")
+        best = Decision((), "no draft is worth its time")
         rate = 1 / costs.verify(1, length)
         if self.neural is not None:
             budget = self.neural.budget

@@ -25,6 +25,10 @@ class DecodingError(Exception):
     """A generation that was asked for in a way that cannot be done. The message says what to do."""
 
 
+KAPPA = 5
+"""Shortest suffix match where neither a setting nor a probe says otherwise: SwitchSD's own."""
+
+
 class SiteProbe(Protocol):
     """What decoding needs of a probe."""
 
@@ -43,6 +47,9 @@ class ProbeSite(Protocol):
     @property
     def threshold(self) -> float: ...
 
+    @property
+    def kappa(self) -> int: ...
+
     def to_dict(self) -> dict[str, Any]: ...
 
 
@@ -50,8 +57,8 @@ class ProbeSite(Protocol):
 class ModeSettings:
     """What the modes can be told."""
 
-    kappa: int = 5
-    """Shortest suffix match that is copied from."""
+    kappa: int | None = None
+    """Shortest suffix match that is copied from; by default the one that the probe was chosen for, or 5."""
     candidates: int = 10
     """Most copy candidates, the most recent first."""
     depth: int = 20
@@ -71,14 +78,17 @@ class ModeSettings:
 
     def __post_init__(self) -> None:
         for name in ("kappa", "candidates", "depth", "copy_nodes", "neural_nodes", "neural_depth"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+            value = getattr(self, name)
+            if name == "kappa" and value is None:
+                continue
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")
         if self.gate not in ("probe", "cost", "match"):
             raise ValueError(f"unknown gate {self.gate!r}: use probe, cost or match")
         if self.neural not in NEURAL:
             raise ValueError(f"unknown neural side {self.neural!r}: use {', '.join(NEURAL)}")
-        if self.tau is not None and not 0 <= self.tau <= 1:
-            raise ValueError(f"tau is {self.tau}; a threshold of a probability lies in [0, 1]")
+        if self.tau is not None and not (isinstance(self.tau, (int, float)) and 0 <= self.tau <= 1):
+            raise ValueError(f"tau is {self.tau!r}; a threshold of a probability lies in [0, 1]")
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,8 @@ class Parts:
 
     def copy(self) -> tuple[CopyDrafter, Choice]:
         s = self.settings
-        drafter = CopyDrafter(MatchConfig(kappa=s.kappa, candidates=s.candidates, depth=s.depth))
+        kappa = s.kappa or (self.probe.config.kappa if self.probe is not None else KAPPA)
+        drafter = CopyDrafter(MatchConfig(kappa=kappa, candidates=s.candidates, depth=s.depth))
         return drafter, Choice(COPY, FixedBudget(s.copy_nodes, s.depth))
 
     def neural_choice(self) -> Choice | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from activations.corpus import Prompt, load_corpus, read_prompts
+from activations.corpus import Prompt, PromptError, load_corpus, read_prompts
 
 CONVERSATION = "multi-turn conversation"
 TURNS = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
@@ -36,7 +36,7 @@ def load_suite(files: Sequence[str | Path], limit: int = 0) -> list[SuitePrompt]
     for file in files:
         stem = Path(file).stem
         if stem in parts:
-            raise ValueError(f"two suite files are called {stem!r}: rename one, their rows could not be told apart")
+            raise PromptError(f"two suite files are called {stem!r}: rename one, their rows could not be told apart")
         parts[stem] = read_prompts(file)
     suite = []
     for stem, prompts in parts.items():

@@ -30,7 +30,7 @@ class StepRecord:
     intent: float | None
     """The probe's output at the anchor; None without a probe."""
     match_length: int
-    """Length of the suffix match; 0 = none."""
+    """Length of the longest suffix match among the candidates; 0 = none."""
     match_start: int
     """Position of the most recent candidate's first token; -1 = none."""
     tokens: tuple[int, ...]

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from activations.sites import parse_sites
 from activations.target import Fingerprint, Target
 
 VERSION = 1
@@ -31,6 +32,10 @@ class ProbeError(Exception):
     """A probe that cannot be fitted, read, or used on this target. The message says what to do."""
 
 
+class ChoiceError(ProbeError):
+    """A probe or site that was named and is not there, or a probe of another target."""
+
+
 @dataclass(frozen=True)
 class ProbeConfig:
     """What a probe is, where it came from, and how good it is."""
@@ -40,7 +45,8 @@ class ProbeConfig:
     width: int
     """Number of entries of a state."""
     label: str
-    """What the score is the probability of: span_t, span_t1, span_t2 or follow."""
+    """What the score is the probability of: span_0, span_1 or span_2 (the anchor's own token, the pending one, or the
+    first drafted one is copied), or follow (the target follows the candidate for at least follow_m tokens)."""
     label_settings: Mapping[str, Any]
     """How the label was made, and which rows were fitted."""
     threshold: float
@@ -64,6 +70,11 @@ class ProbeConfig:
     version: int = VERSION
     """Version of this format."""
 
+    @property
+    def kappa(self) -> int:
+        """Shortest suffix match that the threshold was chosen for."""
+        return int(self.label_settings.get("match", 5))
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -85,9 +96,16 @@ class ProbeConfig:
             ]
             raise ProbeError(f"{where} {' and '.join(told)}: {AGAIN}")
         try:
-            return cls(**{**values, "target": Fingerprint(**values["target"])})
+            config = cls(**{**values, "target": Fingerprint(**values["target"])})
         except TypeError as error:
             raise ProbeError(f"{where} has a target that is no fingerprint ({error}): {AGAIN}") from error
+        try:
+            parse_sites([str(config.site)], config.target.blocks)
+            if not 0 <= config.threshold <= 1:
+                raise ValueError(f"threshold is {config.threshold}; a threshold of a probability lies in [0, 1]")
+        except (ValueError, TypeError) as error:
+            raise ProbeError(f"{where} is damaged ({error}): {AGAIN}") from error
+        return config
 
 
 AGAIN = "train the probe again with `switchsd train`, or download it again"
@@ -143,7 +161,7 @@ class Probe:
         """Raise ProbeError unless the probe was fitted on this target."""
         differences = self.config.target.mismatch(target)
         if differences:
-            raise ProbeError(
+            raise ChoiceError(
                 f"the probe at {self.config.site} was trained on {self.config.target_name} "
                 f"({_describe(self.config.target)}) and does not fit {name} ({_describe(target)}); "
                 f"they differ in {'; '.join(differences)}. "
@@ -157,14 +175,12 @@ class Probe:
         root = Path(folder)
         try:
             root.mkdir(parents=True, exist_ok=True)
-            scratch = root / "probe.safetensors.tmp"
-            save_file(self.tensors, scratch)
-            os.replace(scratch, root / "probe.safetensors")
+            save_file(self.tensors, root / "probe.safetensors.tmp")
             config = json.dumps(self.config.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
             for name, text in (("README.md", model_card(self.config)), ("config.json", config)):
-                scratch = root / f"{name}.tmp"
-                scratch.write_text(text, encoding="utf-8")
-                os.replace(scratch, root / name)
+                (root / f"{name}.tmp").write_text(text, encoding="utf-8")
+            for name in ("probe.safetensors", "README.md", "config.json"):  # a full disk leaves an older probe whole
+                os.replace(root / f"{name}.tmp", root / name)
         except (OSError, SafetensorError) as error:
             advice = "free some space or choose another folder"
             raise ProbeError(f"cannot write the probe to {root} ({error}): {advice}") from error
@@ -223,14 +239,14 @@ def _locate(name: str, revision: str | None) -> Path:
         return SHIPPED / name
     if not name or name.startswith((".", "/", "~")) or name.count("/") != 1:
         known = ", ".join(shipped_probes()) or "none"
-        raise ProbeError(f"no probe {name!r}: give a folder, a shipped probe ({known}) or a hub id (org/name)")
+        raise ChoiceError(f"no probe {name!r}: give a folder, a shipped probe ({known}) or a hub id (org/name)")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=["probe.safetensors", "config.json"]))
     except (OSError, ValueError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ProbeError(f"{name!r} is no folder, and cannot be had from the hub: {first}") from error
+        raise ChoiceError(f"{name!r} is no folder, and cannot be had from the hub: {first}") from error
 
 
 def _check(tensors: Mapping[str, torch.Tensor], config: ProbeConfig, where: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from activations.labels import UNKNOWN, follow_labels
-from probes.artifact import ProbeError
+from probes.artifact import ChoiceError, ProbeError
 
 Label = Literal["span_0", "span_1", "span_2", "follow"]
 Rows = Mapping[str, NDArray[Any]]
@@ -49,7 +49,7 @@ def choose_sites(store: Store, patterns: Iterable[str]) -> list[str]:
     patterns = list(patterns) or ["*"]
     for pattern in patterns:
         if not any(fnmatchcase(site, pattern) for site in store.sites):
-            raise ProbeError(f"no captured site is {pattern!r}; the store has {', '.join(store.sites)}")
+            raise ChoiceError(f"no captured site is {pattern!r}; the store has {', '.join(store.sites)}")
     return [site for site in store.sites if any(fnmatchcase(site, p) for p in patterns)]
 
 

@@ -8,6 +8,7 @@ test        validation prompts                       nothing: every reported num
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -48,9 +49,10 @@ Progress = Callable[[int, int, str], None]
 class TrainConfig:
     """How a probe is trained."""
 
-    label: Label = "span_1"
+    label: Label = "span_2"
     """What the probe predicts: span_0, span_1 or span_2 (is the anchor's own token, the pending one, or the first
-    drafted one copied?) or follow (does the target follow the candidate for at least follow_m tokens?)."""
+    drafted one copied?) or follow (does the target follow the candidate for at least follow_m tokens?). Where there is
+    a suffix match, span_1 is always 1 (unless its span is longer than the match) and cannot guide a switch."""
     follow_m: int = 1
     """Accepted length from which `follow` is 1."""
     sites: tuple[str, ...] = ()
@@ -79,8 +81,10 @@ class TrainConfig:
             raise ValueError(f"follow_m is {self.follow_m}; it must be 1 or more")
         if self.match < 1:
             raise ValueError(f"match is {self.match}; it must be 1 or more")
-        if not self.l2 or min(self.l2) <= 0:
+        if not self.l2 or not all(0 < penalty < math.inf for penalty in self.l2):
             raise ValueError(f"l2 is {self.l2}; at least one penalty is needed, and each must be above 0")
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; it must be 0 or more")
         if not 0 < self.selection_share < 1:
             raise ValueError(f"selection_share is {self.selection_share}; it must lie between 0 and 1")
         if self.resamples < 1:
@@ -100,6 +104,11 @@ class _Training:
 
     def __init__(self, store: Store, config: TrainConfig, progress: Progress) -> None:
         self.store, self.config, self._progress = store, config, progress
+        try:
+            self.target = Fingerprint(**store.manifest["target"])
+            self.target_name = str(store.manifest["target_name"])
+        except (KeyError, TypeError) as error:
+            raise ProbeError(f"the store does not say whose states it holds ({error!r}): capture them again") from error
         self.sites = choose_sites(store, config.sites)
         self.kept = choose_sites(store, config.keep) if config.keep else []
         self.rows: Rows = store.rows()
@@ -251,7 +260,7 @@ class _Training:
             label_settings=settings,
             threshold=0.5,
             threshold_rule=f"best F1 on {asked} of the selection part",
-            target=Fingerprint(**manifest["target"]),
+            target=self.target,
             target_name=self._target_name(),
             store=manifest_hash(self.store),
             split=self.split.counts(self.rows, self.scope),
@@ -261,7 +270,7 @@ class _Training:
 
     def _target_name(self) -> str:
         """The target as it was named, without the place of a folder."""
-        name = str(self.store.manifest["target_name"])
+        name = self.target_name
         return PurePath(name).name if name.startswith(("/", "~", ".")) else name
 
     def _evaluate(self, score: NDArray[np.floating], threshold: float | None = None) -> dict[str, Evaluation]:

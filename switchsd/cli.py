@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return OK
 
 
-USAGE_ERRORS = ("UsageError", "TargetError", "PromptError", "DecodingError")
+USAGE_ERRORS = ("UsageError", "TargetError", "PromptError", "DecodingError", "ChoiceError")
 """What was asked for cannot be done. By name, because their modules load torch."""
 FAILURES = ("StoreError", "ProbeError", "HeadError", "CostError", "MissingModel")
 """What was asked for is right, and something in the way."""
@@ -96,7 +96,11 @@ def explain(error: Exception) -> tuple[int, str]:
         return FAILURE, f"the disk is full: free some space and run the same command again ({error})"
     if name in USAGE_ERRORS:
         return USAGE, str(error)
-    if name in FAILURES or isinstance(error, (ValueError, OSError)):
+    if name in FAILURES:
+        return FAILURE, str(error)
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return FAILURE, f"cannot use {error.filename}: {error.strerror.lower()}"
+    if isinstance(error, (ValueError, OSError)):
         return FAILURE, str(error) or name
     return FAILURE, f"{name}: {error} (set SWITCHSD_DEBUG=1 to see where)"
 

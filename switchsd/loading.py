@@ -69,8 +69,15 @@ def _eagle(target: Target, drafter: str | os.PathLike[str] | None) -> EagleDraft
     if folder is None:
         return None
     from decoding.eagle.drafter import EagleDrafter
-    from decoding.eagle.head import load_head
+    from decoding.eagle.head import ChoiceError, load_head
 
+    theirs, mine = made_for(folder), target.fingerprint.to_dict()
+    if isinstance(theirs, dict) and theirs != mine:  # a published head does not say
+        different = "; ".join(f"{k}: {theirs.get(k)} and {v}" for k, v in mine.items() if theirs.get(k) != v)
+        raise ChoiceError(
+            f"the head in {folder} was trained for another target than {target.name} ({different}): "
+            "choose the one that was trained for it, or use --neural none"
+        )
     return EagleDrafter(target, load_head(folder, target.vocab_size))
 
 
@@ -79,11 +86,13 @@ def first_fitting(kind: Kind, target: Target) -> Path | None:
     from switchsd.artifacts import candidates
 
     mine = target.fingerprint.to_dict()
-    for folder in candidates(kind, target.name):
-        try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if config.get("switchsd", config).get("target") == mine:
-            return folder
-    return None
+    return next((folder for folder in candidates(kind, target.name) if made_for(folder) == mine), None)
+
+
+def made_for(folder: Path) -> Any:
+    """The fingerprint of the target that an artifact says it was made for; None if it does not say."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return config.get("switchsd", config).get("target")
+    except (OSError, ValueError, AttributeError):
+        return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import types
 import typing
 from collections.abc import Callable
@@ -21,6 +22,23 @@ import typer
 
 class UsageError(Exception):
     """A command line that cannot be carried out as it was written."""
+
+
+def check_output(file: Path) -> None:
+    """Refuse a place where a file cannot be written, before the work that it is to hold."""
+    if not file.absolute().parent.is_dir():
+        raise UsageError(f"no such folder: {file.absolute().parent}")
+    if file.exists() and not file.is_file():  # a device would be replaced by a file
+        raise UsageError(f"{file} is there and is no file: choose another name")
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a place where a folder cannot be made, before the work that it is to hold."""
+    there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise UsageError(f"{there} is there and is no folder: choose another name")
+    if not os.access(there, os.W_OK):
+        raise UsageError(f"{there} cannot be written to: choose another folder")
 
 
 def field_docs(config: type) -> dict[str, str]:

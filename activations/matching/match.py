@@ -46,11 +46,6 @@ class Matches:
     """Share of the candidates whose first token is the most recent one's; 0 without a match."""
 
     @property
-    def length(self) -> int:
-        """Match length of the most recent candidate; 0 without a match."""
-        return self.lengths[0] if self.lengths else 0
-
-    @property
     def longest(self) -> int:
         """The largest match length among the candidates; 0 without a match."""
         return max(self.lengths, default=0)

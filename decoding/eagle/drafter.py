@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from activations.selftext import eagle_sites
+from activations.sites import eagle_sites
 from activations.target import Target
 from decoding.drafters import Budget
 from decoding.eagle.head import EagleHead, HeadError, rms_norm, rotary
@@ -49,7 +49,7 @@ class EagleDrafter:
                 f"the head is for states of width {config.feature_width // 3}, the target's are {target.width}: "
                 "use the head that was trained for this target"
             )
-        self.sites = tuple(sites or eagle_sites(target.blocks)[:3])
+        self.sites = tuple(sites or eagle_sites(target.blocks))
         self.config, self.top_k, self.embed = config, top_k, target.embed
         head = head.to(device=target.device, dtype=target.dtype)
         block = head.midlayer
@@ -70,7 +70,10 @@ class EagleDrafter:
 
     def start(self, request: Request, features: torch.Tensor | None) -> None:
         config, like = self.config, self._fc
-        shape = (config.num_key_value_heads, len(request.tokens) + request.max_new_tokens + 64, config.per_head)
+        longest = len(request.tokens) + request.max_new_tokens + 64  # no row of a tree stands behind this position
+        if longest > len(self._cos):
+            self._cos, self._sin = self._table(2 * longest)
+        shape = (config.num_key_value_heads, longest, config.per_head)
         self._states[request] = _State(like.new_zeros(shape), like.new_zeros(shape))
         self.observe(request, features)
 
@@ -226,9 +229,6 @@ class EagleDrafter:
         return hidden + F.linear(F.silu(gate) * up, self._down)
 
     def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        last = int(positions[-1]) + 1 if positions.device.type == "cpu" else len(self._cos)
-        if last > len(self._cos):
-            self._cos, self._sin = self._table(2 * last)
         cos, sin = self._cos[positions], self._sin[positions]
         half = x.shape[-1] // 2
         return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin

@@ -9,6 +9,7 @@ published SafeAILab checkpoints.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+AGAIN = "train the head again with `switchsd train eagle`, or download it again"
+
 
 class HeadError(Exception):
     """A head that cannot be loaded or does not fit its target. The message says what to do."""
+
+
+class ChoiceError(HeadError):
+    """A head that was named and is not there, or one of another target."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,9 @@ class HeadConfig:
         rope = raw.get("rope_parameters") or {}
         if "rope_theta" not in values and "rope_theta" in rope:
             values["rope_theta"] = rope["rope_theta"]
+        for name, value in values.items():
+            if not isinstance(value, (int, float)):
+                raise HeadError(f"config.json of an EAGLE-3 head has {name} {value!r}, which is no number: {AGAIN}")
         try:
             return cls(**values)
         except TypeError as error:
@@ -163,28 +173,32 @@ class EagleHead(nn.Module):
     # -- files --------------------------------------------------------------------------------------
 
     def save(self, folder: Path, **extra: object) -> None:
-        """Write config.json and model.safetensors in the published layout."""
+        """Write config.json and model.safetensors in the published layout, both or, on a full disk, neither."""
         folder.mkdir(parents=True, exist_ok=True)
         state = {
             k: v.to(torch.bfloat16).contiguous() if v.is_floating_point() else v for k, v in self.state_dict().items()
         }
-        save_file(state, folder / "model.safetensors")
+        save_file(state, folder / "model.safetensors.tmp")
         config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
         values = asdict(self.config)
         values["head_dim"] = self.config.per_head
         values["target_hidden_size"] = self.config.feature_width // 3
-        (folder / "config.json").write_text(json.dumps({**config, **values, **extra}, indent=2) + "\n")
+        (folder / "config.json.tmp").write_text(json.dumps({**config, **values, **extra}, indent=2) + "\n")
+        for name in ("model.safetensors", "config.json"):
+            os.replace(folder / f"{name}.tmp", folder / name)
 
 
 def load_head(folder: Path, target_vocab: int) -> EagleHead:
     """Load a SafeAILab-format EAGLE-3 checkpoint (safetensors, or `pytorch_model.bin` read as weights only)."""
     config_file = folder / "config.json"
     if not config_file.is_file():
-        raise HeadError(f"{folder} holds no EAGLE-3 head: config.json is missing")
+        raise ChoiceError(f"{folder} holds no EAGLE-3 head: config.json is missing: give the folder of one")
     try:
         raw = json.loads(config_file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise HeadError(f"{config_file} is not JSON: {error}") from error
+        if not isinstance(raw, dict):
+            raise ValueError("it holds no object")
+    except (OSError, ValueError) as error:
+        raise HeadError(f"{config_file} is damaged ({error}): {AGAIN}") from error
     state = _tensors(folder)
     state = {k.removeprefix("model.").replace("layers.0.", "midlayer."): v for k, v in state.items()}
     state.pop("embed_tokens.weight", None)  # the target's own embedding is used
@@ -200,7 +214,6 @@ def load_head(folder: Path, target_vocab: int) -> EagleHead:
             f"the head in {folder} is for a vocabulary of {config.vocab_size}, the target has {target_vocab}: "
             "use the head that was trained for this target"
         )
-    head = EagleHead(config)
     if "d2t" not in state:
         if config.draft_vocab_size != config.vocab_size:
             raise HeadError(f"{folder} has a draft vocabulary of {config.draft_vocab_size} but no d2t tensor")
@@ -209,7 +222,12 @@ def load_head(folder: Path, target_vocab: int) -> EagleHead:
     if tokens.min() < 0 or tokens.max() >= target_vocab or len(tokens.unique()) != len(tokens):
         raise HeadError(f"the d2t tensor in {folder} does not map into the target's vocabulary of {target_vocab}")
     state.pop("t2d", None)
-    result = head.load_state_dict(state, strict=False)
+    try:
+        head = EagleHead(config)
+        result = head.load_state_dict(state, strict=False)
+    except (RuntimeError, TypeError, ZeroDivisionError) as error:
+        told = " ".join(str(error).split())[:200]
+        raise HeadError(f"the tensors in {folder} do not fit its config.json ({told}): {AGAIN}") from error
     if set(result.missing_keys) - {"t2d"} or result.unexpected_keys:
         raise HeadError(
             f"the tensors in {folder} do not make an EAGLE-3 head: missing {result.missing_keys}, "
@@ -229,5 +247,5 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
             state: dict[str, torch.Tensor] = torch.load(binary, map_location="cpu", weights_only=True)
             return state
     except Exception as error:
-        raise HeadError(f"cannot read the weights in {folder}: {error}") from error
-    raise HeadError(f"{folder} has no model.safetensors or pytorch_model.bin")
+        raise HeadError(f"cannot read the weights in {folder} ({error}): {AGAIN}") from error
+    raise HeadError(f"{folder} has no model.safetensors or pytorch_model.bin: {AGAIN}")

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from activations.provenance import provenance
-from activations.selftext import eagle_sites
+from activations.sites import eagle_sites, last_site
 from activations.store import CaptureStore, write_json
 from activations.target import Target
 from decoding.eagle.head import EagleHead, HeadConfig
@@ -255,7 +255,7 @@ def train(
     """
     random_ = random.Random(config.seed)
     generator = torch.Generator().manual_seed(config.seed)
-    sites = eagle_sites(target.blocks)
+    sites = [*eagle_sites(target.blocks), last_site(target.blocks)]
     opened = [CaptureStore.open(s) for s in stores]
     run = folder / "run"
     run.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from decoding.modes import ModeSettings, get_mode
 from decoding.suite import load_suite
 from decoding.summary import COLUMNS, HEAVY, OVERALL, table_cells
 from switchsd.loading import AUTO, load
+from switchsd.options import check_folder
 from switchsd.show import AsJson, as_json, bar, notes, out, table
 
 
@@ -35,6 +36,7 @@ def bench(
     """Compare modes on prompts, beside Hugging Face generate."""
     for mode in config.modes:
         get_mode(mode.split("/")[0])
+    check_folder(folder)
     prompts = load_suite(suite or (), config.limit)
     with bar(f"loading {target}"):
         decoder = load(target, probe, drafter, dtype=dtype, **asdict(settings))

@@ -10,7 +10,7 @@ import typer
 
 from activations.capture import CaptureConfig
 from activations.corpus import load_corpus, read_prompts
-from switchsd.options import UsageError
+from switchsd.options import UsageError, check_folder
 from switchsd.show import AsJson, as_json, bar, notes, out
 
 GIB = 2**30
@@ -33,6 +33,9 @@ def capture(
 
     if prompts is not None and split is not None:
         raise UsageError("--split is about the embedded prompts: leave it out, or leave --prompts out")
+    if limit < 0:
+        raise UsageError(f"--limit is {limit}; it must be 0 (all) or more")
+    check_folder(store)
     try:
         chosen = read_prompts(prompts) if prompts else load_corpus(split)
     except ValueError as error:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from switchsd.options import UsageError, check_folder
 from switchsd.show import AsJson, as_json, bar, colour, notes, out, table
 
 if TYPE_CHECKING:
@@ -31,6 +32,10 @@ def demo(
     json: AsJson = False,
 ) -> None:
     """Capture about 60 prompts, fit a probe and decode with it, in front of you."""
+    if max_new_tokens < 2:
+        raise UsageError(f"--max-new-tokens is {max_new_tokens}; a decode speed needs at least 2")
+    if folder is not None:
+        check_folder(folder)
     with tempfile.TemporaryDirectory(prefix="switchsd-demo-") as scratch:
         _demo(target, folder or Path(scratch), max_new_tokens, json)
 
@@ -61,7 +66,7 @@ def _demo(name: str, folder: Path, max_new_tokens: int, json: bool) -> None:
             progress.say(what)
             progress.to(done, total)
 
-        result = train(store, TrainConfig(label="span_2", l2=(1e-3, 1e-2), resamples=200), show)
+        result = train(store, TrainConfig(l2=(1e-3, 1e-2), resamples=200), show)
     probe = result.probes["best"]
     probe.save_pretrained(folder / "probe")
     found_auc = {scope: e.roc_auc for scope, e in result.evaluations["best"].items()}
@@ -77,9 +82,10 @@ def _demo(name: str, folder: Path, max_new_tokens: int, json: bool) -> None:
     made: dict[tuple[str, str], Generation] = {}
     with bar("decoding", len(shown) * len(modes)) as progress:
         for prompt in shown:
+            ids = target.encode_messages(prompt.messages)
             for mode in modes:
-                decoder.generate(prompt.messages, mode=mode, max_new_tokens=4)  # warms up
-                found = decoder.generate(prompt.messages, mode=mode, max_new_tokens=max_new_tokens)
+                decoder.generate(ids, mode=mode, max_new_tokens=4)  # warms up
+                found = decoder.generate(ids, mode=mode, max_new_tokens=max_new_tokens)
                 if found.interrupted:
                     raise KeyboardInterrupt
                 made[_kind(prompt), mode] = found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import shutil
@@ -82,12 +81,7 @@ def device() -> dict[str, Any]:
         return {**found, "torch": f"cannot be imported: {error}"}
     found["torch threads"] = torch.get_num_threads()
     found["GPU"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    found["copy matcher"] = "Triton kernel" if torch.cuda.is_available() and _importable("triton") else "CPU index"
     return found
-
-
-def _importable(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
 
 
 def targets() -> list[dict[str, Any]]:

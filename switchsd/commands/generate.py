@@ -14,7 +14,7 @@ from rich.text import Text
 
 from decoding.modes import MODES, ModeSettings
 from switchsd.loading import AUTO, load
-from switchsd.options import UsageError
+from switchsd.options import UsageError, check_output
 from switchsd.show import AsJson, as_json, bar, colour, notes, out
 
 WHO = {"target": "the target itself", "copy": "copied", "eagle": "EAGLE-3 head"}
@@ -42,8 +42,8 @@ def generate(
     """Write text; every token is coloured by who drafted it."""
     if mode not in MODES:
         raise UsageError(f"unknown mode {mode!r}: use {', '.join(MODES)}")
-    if trace is not None and not trace.absolute().parent.is_dir():
-        raise UsageError(f"no such folder: {trace.absolute().parent}")
+    if trace is not None:
+        check_output(trace)
     text = read_prompt(prompt, file)
     messages = [{"role": "system", "content": system}, {"role": "user", "content": text}] if system else text
     with bar(f"loading {target}"):
@@ -121,5 +121,8 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     if prompt is None or prompt == "-":
         if sys.stdin is None or sys.stdin.isatty():
             raise UsageError('no prompt: switchsd generate "your prompt", or --file, or standard input')
-        return sys.stdin.read()
+        try:
+            return sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise UsageError(f"cannot read the prompt from standard input: it is no UTF-8 text ({error})") from error
     return prompt

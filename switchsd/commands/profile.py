@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ import typer
 
 from decoding.costs import costs_file, measure
 from switchsd.loading import AUTO, load
+from switchsd.options import UsageError, check_output
 from switchsd.show import AsJson, as_json, bar, out, table
 
 
@@ -21,6 +23,10 @@ def profile(
     json: AsJson = False,
 ) -> None:
     """Measure what each part of a step costs on this machine."""
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"--seconds is {seconds}; it must be above 0")
+    if file is not None:
+        check_output(file)
     with bar(f"loading {target}"):
         decoder = load(target, AUTO, AUTO, dtype=dtype)
     with bar(f"measuring for about {seconds:.0f} s"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from decoding.eagle.training import EagleTrainConfig
 from probes.train import TrainConfig
+from switchsd.options import UsageError, check_folder
 from switchsd.show import AsJson, as_json, bar, notes, out, table
 
 
@@ -23,14 +25,34 @@ def eagle(
 ) -> None:
     """Train an EAGLE-3 head on text that the target wrote."""
     from activations.store import CaptureStore
-    from activations.target import load_target
+    from activations.target import Fingerprint, load_target
     from decoding.eagle.training import train
     from switchsd.artifacts import cached
 
-    for store in stores:
-        CaptureStore.open(store)  # a wrong folder is told before the model is loaded
+    for name in ("draft_vocabulary", "tokens", "batch_tokens", "steps", "validation_documents"):
+        if getattr(config, name) < 1:
+            raise UsageError(f"{name} is {getattr(config, name)}; it must be 1 or more")
+    if not 0 <= config.unrolled_share <= 1:
+        raise UsageError(f"unrolled_share is {config.unrolled_share}; a share lies in [0, 1]")
+    if not 0 < config.learning_rate < math.inf:
+        raise UsageError(f"learning_rate is {config.learning_rate}; it must be above 0")
+    if folder is not None:
+        check_folder(folder)
+    for store in stores:  # a wrong one is told before the model is loaded
+        opened = CaptureStore.open(store)
+        if opened.manifest.get("selection") != "all":
+            raise UsageError(f"{store} does not hold whole texts, which a head needs: make one with `switchsd write`")
+        with bar(f"checking {store}"):
+            opened.verify()
     with bar(f"loading {target}"):
         model = load_target(target)
+    for store in stores:
+        difference = model.fingerprint.mismatch(Fingerprint(**CaptureStore.open(store).manifest["target"]))
+        if difference:
+            raise UsageError(
+                f"the text in {store} was written by another target than {target} ({'; '.join(difference)}): "
+                "name that target, or another store"
+            )
     where = folder or cached("eagle", model.name)
     record: dict[str, object] = {}
     try:
@@ -61,7 +83,13 @@ def probe(
     from probes.train import train
     from switchsd.artifacts import cached
 
+    if folder is not None:
+        check_folder(folder)
     opened = CaptureStore.open(store)
+    if opened.manifest.get("selection") == "all":
+        raise UsageError(f"{store} has no copy labels, which a probe needs: make one with `switchsd capture`")
+    with bar(f"checking {store}"):
+        opened.verify()
     with bar("reading the store", 1) as progress:
 
         def show(done: int, total: int, what: str) -> None:

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from activations.corpus import read_prompts
 from activations.selftext import SelfTextConfig
-from switchsd.options import UsageError
+from switchsd.options import UsageError, check_folder
 from switchsd.show import AsJson, as_json, bar, notes, out
 
 
@@ -27,11 +28,21 @@ def write(
     from activations.store import CaptureStore
     from activations.target import load_target
 
+    for name in ("tokens", "max_new_tokens", "max_prompt_tokens", "passage_words", "rows", "shard_documents"):
+        if getattr(config, name) < 1:
+            raise UsageError(f"{name} is {getattr(config, name)}; it must be 1 or more")
+    for name in ("greedy", "own_turns"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise UsageError(f"{name} is {getattr(config, name)}; a share lies in [0, 1]")
+    check_folder(store)
     for path in benchmark or ():
         if not path.is_file():
             raise UsageError(f"no such benchmark file: {path}")
+        read_prompts(path)  # checks it, line by line
     with bar(f"loading {target}"):
         model = load_target(target)
+    if not model.tokenizer.chat_template:
+        raise UsageError(f"{target} has no chat template, and so cannot write a user's turns: choose a chat model")
     try:
         with bar("writing tokens", config.tokens) as progress:
             for total in selftext.write(model, store, config, benchmark or ()):

@@ -62,12 +62,12 @@ def test_summary_of_a_repeated_text() -> None:
     index = SuffixIndex(MatchConfig(kappa=2), [7, 8, 1, 2, 5, 1, 2, 4, 8, 1, 2])
     matches = index.find()
     assert (matches.starts, matches.lengths, matches.count) == ((7, 4), (2, 3), 2)
-    assert (matches.length, matches.longest, matches.distance, matches.agreement) == (2, 3, 4, 0.5)
+    assert (matches.longest, matches.distance, matches.agreement) == (3, 4, 0.5)
 
 
 def test_nothing_found() -> None:
     matches = SuffixIndex(MatchConfig(kappa=3), [1, 2, 3, 4]).find()
-    assert (matches.length, matches.longest, matches.distance, matches.agreement, matches.count) == (0, 0, 0, 0.0, 0)
+    assert (matches.longest, matches.distance, matches.agreement, matches.count) == (0, 0, 0.0, 0)
 
 
 @pytest.mark.parametrize("setting", [{"kappa": 0}, {"candidates": 0}, {"depth": -1}])

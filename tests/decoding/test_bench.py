@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_eagle_head import random_head
 
 from activations.target import Target
 from decoding import bench as module
 from decoding.baselines import hugging_face
-from decoding.bench import Bench, BenchConfig, drafts_of, measure, prompt_ids, unequal
+from decoding.bench import Bench, BenchConfig, drafts_of, gated, measure, unequal
 from decoding.decoder import Decoder
+from decoding.eagle.drafter import EagleDrafter
 from decoding.modes import DecodingError, ModeSettings
 from decoding.suite import CONVERSATION, SuitePrompt, load_suite
 from decoding.summary import Drafts, Row
@@ -113,7 +115,7 @@ def test_a_difference_is_judged_by_the_target_s_own_logits(decoder: Decoder, tmp
     found = run.result()["equality"]
     assert unequal({"equality": found}) == ["copy"]
     [difference] = found["modes"]["copy"]["differences"]
-    ids = torch.tensor([[*prompt_ids(target, prompt), *right[:5]]])
+    ids = torch.tensor([[*target.encode_messages(prompt.messages), *right[:5]]])
     logits = target.model(ids).logits[0, -1].detach()
     gap = float(logits.max() - logits[other])
     assert difference["index"] == 5
@@ -154,7 +156,7 @@ def test_columns_with_settings_of_their_own(decoder: Decoder, tmp_path: Path) ->
         """A probe that says yes at every other position, roughly."""
 
         class config:
-            site, threshold = "resid_mid.1", 0.5
+            site, threshold, kappa = "resid_mid.1", 0.5, 5
 
             @staticmethod
             def to_dict() -> dict:
@@ -181,6 +183,34 @@ def test_columns_with_settings_of_their_own(decoder: Decoder, tmp_path: Path) ->
     for bad in ("copy/kapa=3", "copy/kappa", "copy/kappa=0", "copy/gate=luck"):
         with pytest.raises(DecodingError, match="copy/"):
             Bench(with_probe, suite(), replace(config, modes=(bad,)), tmp_path)
+
+
+def test_a_gate_is_compared_with_copying_under_the_same_limits(decoder: Decoder) -> None:
+    free = Decoder(decoder.target, probe=decoder.probe, settings=ModeSettings(gate="match"))
+    plan = free.describe("switchsd")
+
+    class Gated(Decoder):
+        def describe(self, mode: str) -> dict:
+            return {**super().describe(mode), "gate": "ProbeGate"}
+
+    probed = Gated(decoder.target, settings=ModeSettings(gate="match"))
+    wide = Gated(decoder.target, settings=ModeSettings(gate="match", copy_nodes=40))
+    runners = {"free": (free, "switchsd"), "probed": (probed, "switchsd"), "wide": (wide, "switchsd")}
+    assert plan["gate"] == "MatchLengthGate"
+    assert gated(runners) == [("probed", "free")], "another number of nodes is more than another gate"
+
+
+def test_an_eagle_column_runs_and_its_rows_depend_on_the_head(decoder: Decoder, tmp_path: Path) -> None:
+    def run(seed: int) -> Bench:
+        drafter = EagleDrafter(decoder.target, random_head(seed), sites=[f"resid_pre.{k}" for k in range(3)])
+        config = BenchConfig(modes=("ar", "eagle"), baselines=(), max_new_tokens=12)
+        return Bench(Decoder(decoder.target, neural=drafter), suite(1), config, tmp_path)
+
+    rows = {r.mode: r for r in run(0).run()}
+    assert rows["eagle"].tokens == rows["ar"].tokens
+    assert rows["eagle"].drafts["eagle"].steps > 0
+    assert run(0).done == 2
+    assert {r.mode for r in run(1).rows} == {"ar"}
 
 
 def test_suite_groups_and_limits(tmp_path: Path) -> None:

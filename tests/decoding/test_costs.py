@@ -8,10 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_eagle_head import random_head
 
 from decoding import costs
 from decoding.costs import CostError, CostTable
 from decoding.drafters import CopyDrafter
+from decoding.eagle.drafter import EagleDrafter
 
 TABLE = CostTable(
     key={"target": "t"}, widths=[1, 8, 16], contexts=[64, 256], verify_ms=[[10.0, 17.0, 33.0], [20.0, 27.0, 43.0]],
@@ -57,6 +59,14 @@ def test_measure_fills_every_point(small_target, monkeypatch) -> None:  # type: 
     assert all(ms > 0 for row in found.verify_ms for ms in row)
     assert len(found.draft_ms["copy"]) == len(costs.DEPTHS)
     assert found.probe_ms > 0 and found.match_ms > 0
+
+
+def test_a_head_is_measured_at_every_depth(small_target) -> None:  # type: ignore[no-untyped-def]
+    target = small_target("llama")
+    drafter = EagleDrafter(target, random_head())
+    found = costs.measure(target, drafter, budget_seconds=0.2)
+    assert len(found.draft_ms["eagle"]) == len(costs.DEPTHS)
+    assert not drafter._states
 
 
 def test_first_use_measures_and_later_uses_read(small_target, monkeypatch, tmp_path) -> None:  # type: ignore[no-untyped-def]

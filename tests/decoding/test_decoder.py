@@ -81,7 +81,7 @@ class HalfRight:
 class Coin:
     """A probe whose output is an arbitrary function of the state, on both sides of the threshold."""
 
-    config = SimpleNamespace(site="resid_mid.2", threshold=0.5, to_dict=lambda: {"site": "resid_mid.2"})
+    config = SimpleNamespace(site="resid_mid.2", threshold=0.5, kappa=5, to_dict=lambda: {"site": "resid_mid.2"})
 
     def __init__(self) -> None:
         self.scored: list[torch.Tensor] = []

@@ -174,7 +174,7 @@ def test_other_names_and_missing_maps_are_understood(tmp_path: Path) -> None:
     ("break_it", "message"),
     [
         (lambda f: (f / "config.json").unlink(), "config.json is missing"),
-        (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
         (lambda f: (f / "model.safetensors").write_bytes(b"nonsense"), "cannot read the weights"),
         (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
         (lambda f: _edit(f, drop="fc.weight"), "fc.weight missing"),
@@ -218,3 +218,14 @@ def test_description_tells_heads_apart(small_target: Callable[..., Target]) -> N
     one, same, other = (EagleDrafter(small_target(), random_head(seed), sites=sites).describe() for seed in (0, 0, 1))
     assert one == same and one != other
     assert json.loads(json.dumps(one)) == one
+
+
+def test_positions_behind_the_first_table_are_there_before_they_are_needed(small_target: Callable[..., Target]) -> None:
+    """A device is never asked how far the positions go, so the table has to cover a request from its start."""
+    drafter = EagleDrafter(small_target("llama"), random_head())
+    short = drafter._cos.clone()
+    request = Request(0, [1, 2, 3], max_new_tokens=3000)
+    request.tokens = [*request.prompt, 4]
+    drafter.start(request, torch.zeros(3, 96))
+    assert len(drafter._cos) == len(drafter._sin) > len(request.tokens) + request.max_new_tokens > len(short)
+    assert torch.equal(drafter._cos[: len(short)], short)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_eagle_head import random_head, reference_outputs
 
-from activations.selftext import eagle_sites
+from activations.sites import eagle_sites, last_site
 from activations.store import CaptureStore, StoreWriter
 from activations.target import Target
 from decoding.eagle.head import load_head
@@ -84,7 +84,7 @@ def test_batches_keep_every_document_whole() -> None:
 def store(tmp_path: Path, small_target: Callable[..., Target]) -> Path:
     """Two shards of the small target's own greedy text, with its states."""
     target = small_target()
-    sites = eagle_sites(target.blocks)
+    sites = [*eagle_sites(target.blocks), last_site(target.blocks)]
     writer = StoreWriter(tmp_path / "text", {"target": target.fingerprint.to_dict(), "config": {}}, sites)
     rng = np.random.default_rng(0)
     from activations.cache import KVCache

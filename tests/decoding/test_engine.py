@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from decoding.drafters import CopyDrafter
 from decoding.engine import Engine
+from decoding.gates import Decision, Never, Situation
 from decoding.modes import ModeSettings, Parts, get_mode
 from decoding.packing import pack
 from decoding.request import Request
@@ -84,3 +86,24 @@ def test_without_drafts_nothing_but_the_pending_tokens_is_packed() -> None:
     empty = DraftTree((), (), (), ())
     tokens, ancestors, depths = pack([5, 6], [empty, empty], 2)
     assert tokens.tolist() == [[5], [6]] and ancestors is None and depths is None
+
+
+def test_a_gate_sees_the_longest_match_of_the_candidates(small_target) -> None:  # type: ignore[no-untyped-def]
+    """What the rows of a capture store call match_length, not the length of the most recent candidate."""
+    seen: list[Situation] = []
+
+    class Seeing(Never):
+        def choose(self, situation: Situation) -> Decision:
+            seen.append(situation)
+            return super().choose(situation)
+
+    target = small_target("llama")
+    plan = replace(get_mode("copy").build(Parts(target, ModeSettings(kappa=2))), gate=Seeing())
+    engine, request = Engine(target, plan), Request(0, [1, 2, 3, 4, 9, 8, 3, 4, 7, 2, 3], max_new_tokens=9)
+    engine.admit(request)
+    request.tokens[-1] = 4  # ... 2 3 4 stands at the start, 3 4 more recently
+    plan.drafters[0].start(request, None)
+    [draft] = engine.draft()
+    assert draft.matches is not None and draft.matches.lengths == (2, 3)
+    assert [s.match_length for s in seen] == [3]
+    engine.close()

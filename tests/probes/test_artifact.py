@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -167,6 +168,34 @@ def test_a_shipped_probe_is_found_by_its_short_name(tmp_path: Path, monkeypatch:
     make().save_pretrained(tmp_path / "small" / "best")
     assert artifact.shipped_probes() == ["small/best"]
     assert Probe.from_pretrained("small/best").config.site == "resid_mid.2"
+
+
+def test_a_full_disk_leaves_the_older_probe_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make().save_pretrained(tmp_path)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    write = Path.write_text
+
+    def full(self: Path, text: str, **options: Any) -> int:
+        if self.name.startswith("config.json"):
+            raise OSError(errno.ENOSPC, "No space left on device", str(self))
+        return write(self, text, **options)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ProbeError, match="No space left"):
+        make(bias=1.0).save_pretrained(tmp_path)
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [({"site": "resid_mid.4"}, "blocks 0 to 3"), ({"site": "x"}, "unknown site"), ({"threshold": 2}, "threshold is 2"),
+     ({"threshold": "x"}, "damaged")],
+)  # fmt: skip
+def test_a_config_that_cannot_be_meant(tmp_path: Path, values: dict[str, Any], text: str) -> None:
+    file = make().save_pretrained(tmp_path) / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+    with pytest.raises(ProbeError, match=f"config.json is damaged.*{text}|{text}"):
+        Probe.from_pretrained(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:

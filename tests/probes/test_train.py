@@ -18,7 +18,7 @@ from probes.result import TrainResult
 from probes.rows import split_rows
 from probes.train import TrainConfig, train
 
-QUICK = TrainConfig(l2=(1e-4, 1e-2), resamples=100)
+QUICK = TrainConfig(label="span_1", l2=(1e-4, 1e-2), resamples=100)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,103 @@
+"""Text that the target writes itself: what is kept of it, resuming, decontamination."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from activations.cache import KVCache
+from activations.selftext import SelfTextConfig, benchmark_ngrams, chat_frame, word_ngrams, write
+from activations.store import CaptureStore, StoreError
+from activations.target import Target
+from activations.tasks import functions, task
+
+STOP = 63
+TEMPLATE = (
+    "{% for m in messages %}{{ 'A' if m['role'] == 'user' else 'B' }}{{ m['content'] }}o{% endfor %}"
+    "{% if add_generation_prompt %}B{% endif %}"
+)
+CONFIG = SelfTextConfig(tokens=300, max_new_tokens=20, rows=5, own_turns=1.0, shard_documents=3)
+
+
+@pytest.fixture
+def chatting(small_target: Callable[..., Target]) -> Target:
+    """A small target with a chat template: A turn stop B answer stop."""
+    target = copy.copy(small_target())
+    target.tokenizer = copy.deepcopy(target.tokenizer)
+    target.tokenizer.chat_template = TEMPLATE
+    return target
+
+
+def test_the_frame_is_the_templates(chatting: Target) -> None:
+    a, b = (chatting.tokenizer.convert_tokens_to_ids(c) for c in "AB")
+    assert chat_frame(chatting) == ([a], [b])
+
+
+def test_documents_are_whole_and_masked(chatting: Target, tmp_path: Path) -> None:
+    counts = list(write(chatting, tmp_path / "text", CONFIG))
+    assert counts == sorted(counts) and counts[-1] >= 300
+    store = CaptureStore.open(tmp_path / "text")
+    a, b = (chatting.tokenizer.convert_tokens_to_ids(c) for c in "AB")
+    written = 0
+    for shard in store.shards:
+        for number in shard["documents"]:
+            rows, states = store.document(number)
+            ids = [*rows["token"].tolist(), int(rows["pending"][-1])]
+            assert rows["position"].tolist() == list(range(len(ids) - 1))
+            assert rows["pending"].tolist() == ids[1:]
+            assert ids[0] == a and ids[ids.index(STOP) + 1] == b
+            assert rows["loss_mask"].all()  # all behind the prefix of one token is the target's own
+            written += int(rows["loss_mask"].sum())
+            with chatting.read(store.sites) as reader:
+                chatting.hidden(torch.tensor([ids[:-1]]), KVCache(1))
+                for site, state in reader.states.items():
+                    assert torch.allclose(states[str(site)], state[0], atol=1e-4)
+    assert written == counts[-1] == sum(s["written"] for s in store.shards)
+
+
+def test_a_cut_run_goes_on_after_its_last_shard(chatting: Target, tmp_path: Path) -> None:
+    run = write(chatting, tmp_path / "text", CONFIG)
+    for _ in range(7):
+        next(run)
+    run.close()
+    before = CaptureStore.open(tmp_path / "text").shards
+    assert len(before) == 2
+    list(write(chatting, tmp_path / "text", CONFIG))
+    after = CaptureStore.open(tmp_path / "text").shards
+    assert after[:2] == before
+    numbers = [d for s in after for d in s["documents"]]
+    assert len(numbers) == len(set(numbers)) and sum(s["written"] for s in after) >= 300
+    with pytest.raises(StoreError, match="other settings"):
+        next(write(chatting, tmp_path / "text", SelfTextConfig(tokens=300, max_new_tokens=30)))
+
+
+def test_benchmark_text_is_dropped_and_counted(chatting: Target, tmp_path: Path) -> None:
+    text = " ".join(f"w{i}" for i in range(20))
+    file = tmp_path / "bench.jsonl"
+    file.write_text(json.dumps({"turns": [text], "reference": ["other words here"]}) + "\n")
+    grams = benchmark_ngrams([file])
+    assert len(grams) == 8 and not grams.isdisjoint(word_ngrams("said: " + text.upper()))
+    assert grams.isdisjoint(word_ngrams(" ".join(f"w{i}" for i in range(12))))
+    texts = iter([text] * 3)
+    decode = chatting.decode
+    chatting.decode = lambda ids, *a: next(texts, decode(ids))  # type: ignore[method-assign]
+    list(write(chatting, tmp_path / "text", CONFIG, [file]))
+    assert sum(s["contaminated"] for s in CaptureStore.open(tmp_path / "text").shards) == 3
+
+
+def test_tasks_are_prompts_of_every_kind() -> None:
+    draw = random.Random(0)
+    passages = ["The first sentence is here. The second one follows it. " * 4, "Another short text. It ends."]
+    made = [task(draw, passages, 30) for _ in range(300)]
+    kinds, counts = np.unique([kind for _, kind in made], return_counts=True)
+    assert list(kinds) == ["code", "math", "passage", "question", "translation"] and counts.min() > 10
+    assert len({text for text, _ in made}) > 200
+    assert all("{" not in text for text, kind in made if kind in ("math", "question", "translation"))
+    assert len(functions()) > 100
