@@ -60,7 +60,9 @@ class Relabelled:
     def __init__(
         self, store: CaptureStore, kappa: int, nodes: int, depth: int, encode: Callable[..., list[int]]
     ) -> None:
-        self.store, self.manifest = store, {**store.manifest, "kappa": kappa}
+        labels = {**store.manifest["config"]["labels"], "kappa": kappa, "depth": depth}
+        self.store = store
+        self.manifest = {**store.manifest, "config": {**store.manifest["config"], "labels": labels}}
         self.sites = store.sites
         old, prompts = store.rows(), load_corpus()
         config = LabelConfig(kappa=kappa, depth=depth)
