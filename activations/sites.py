@@ -67,9 +67,9 @@ def parse_sites(sites: Iterable[str | Site], blocks: int) -> list[Site]:
 def eagle_sites(blocks: int) -> list[str]:
     """The three sites that an EAGLE-3 head reads: what enters a low, a middle and a high block.
 
-    Published heads read blocks 2, n // 2 and n - 3; in a target of fewer than six these are not three.
+    Published heads read blocks 2, n // 2 and n - 3; in a target of fewer than seven these are not three.
     """
-    chosen = (2, blocks // 2, blocks - 3) if blocks >= 6 else (1, blocks // 2, blocks - 1)
+    chosen = (2, blocks // 2, blocks - 3) if blocks > 6 else (1, blocks // 2, blocks - 1)
     if len(set(chosen)) < 3:
         raise ValueError(f"the target has {blocks} blocks; an EAGLE-3 head needs three different states: 4 or more")
     return [f"resid_pre.{k}" for k in chosen]
