@@ -144,4 +144,4 @@ def test_training_learns_resumes_and_saves(store: Path, tmp_path: Path, small_ta
     trained_on = documents(opened, 1, opened.sites)
     before = evaluate(initial_head(target, tokens), target, trained_on, config)["agreement"]
     after = evaluate(head, target, trained_on, config)["agreement"]
-    assert after[0] > max(0.6, 2 * before[0]), (before, after)  # type: ignore[index]
+    assert all(b > a + 0.1 for a, b in zip(before, after, strict=True)), (before, after)  # type: ignore[call-overload]
