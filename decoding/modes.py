@@ -65,9 +65,9 @@ class ModeSettings:
     """Most tokens of a copy candidate."""
     copy_nodes: int = 20
     """Most nodes of a copy trie."""
-    neural_nodes: int = 15
+    neural_nodes: int = 7
     """Most nodes of the neural drafter's tree."""
-    neural_depth: int = 5
+    neural_depth: int = 3
     """Most levels of the neural drafter's tree."""
     tau: float | None = None
     """Copy intent from which the switch copies; by default the probe's own threshold."""
