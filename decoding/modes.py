@@ -63,7 +63,7 @@ class ModeSettings:
     """Most copy candidates, the most recent first."""
     depth: int = 20
     """Most tokens of a copy candidate."""
-    copy_nodes: int = 20
+    copy_nodes: int = 12
     """Most nodes of a copy trie."""
     neural_nodes: int = 7
     """Most nodes of the neural drafter's tree."""
