@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from activations.cache import KVCache
-from activations.sampling import Sampling
+from activations.sampling import Sampling, choose
 from activations.sites import SiteReader
 from activations.target import Target
 
@@ -153,12 +153,5 @@ class _Prefill:
 
 
 def _choose(rows: list[_Row], logits: torch.Tensor, positions: list[int]) -> list[int]:
-    """Next tokens; rows that share a sampling are processed together."""
-    out = [0] * len(rows)
-    for sampling in {r.sampling for r in rows}:
-        index = [i for i, r in enumerate(rows) if r.sampling == sampling]
-        numbers = torch.tensor([rows[i].request.number for i in index], device=logits.device)
-        where = torch.tensor([positions[i] for i in index], device=logits.device)
-        for i, token in zip(index, sampling.next_tokens(logits[index], numbers, where).tolist(), strict=True):
-            out[i] = token
-    return out
+    chosen = choose([r.sampling for r in rows], logits, [r.request.number for r in rows], positions)
+    return [int(token) for token in chosen.tolist()]

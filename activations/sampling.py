@@ -8,6 +8,7 @@ same noise there: the sampled text does not depend on drafts, batch or schedulin
 from __future__ import annotations
 
 import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +86,28 @@ class Sampling:
             before = probability.cumsum(-1) - probability  # mass of the more likely ones: the first always stays
             logits = logits.masked_fill(before >= self.top_p, -torch.inf)
         return logits, tokens
+
+
+def choose(
+    samplings: Sequence[Sampling],
+    logits: torch.Tensor,
+    requests: Sequence[int],
+    positions: Sequence[int] | torch.Tensor,
+) -> torch.Tensor:
+    """Next token ids [N] for logits [N, V], each row by its own sampling; rows that share one go together."""
+    first = samplings[0]
+    alike = all(s == first for s in samplings)
+    if alike and first.greedy:
+        return logits.argmax(-1)
+    numbers = torch.tensor(requests, device=logits.device)
+    positions = torch.as_tensor(positions, device=logits.device)
+    if alike:
+        return first.next_tokens(logits, numbers, positions)
+    out = torch.empty(len(samplings), dtype=torch.long, device=logits.device)
+    for sampling in set(samplings):
+        index = [i for i, s in enumerate(samplings) if s == sampling]
+        out[index] = sampling.next_tokens(logits[index], numbers[index], positions[index])
+    return out
 
 
 _M1, _M2, _MASK = 0x7FEB352D, 0x846CA68B, 0xFFFFFFFF

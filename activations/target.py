@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from activations import attention, packaged
 from activations.cache import KVCache, attention_mask
@@ -327,16 +327,16 @@ def load_target(
         config = AutoConfig.from_pretrained(source, **options)
         refuse_recurrent(config, text)
         part = "weights"
-        with _quiet():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source,
-                config=config,
-                dtype=wanted,
-                attn_implementation=attention,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # told below, by name
-                **options,
-            )
+        transformers_logging.disable_progress_bar()
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=wanted,
+            attn_implementation=attention,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told below, by name
+            **options,
+        )
         model, loading = loaded
         check_weights(model, loading, text)
         part = "tokenizer"
@@ -386,10 +386,3 @@ def refuse_recurrent(config: Any, name: str) -> None:
         raise TargetError(
             f"{name} ({family}) uses ALiBi positions, which cannot place draft trees: choose a RoPE target"
         )
-
-
-def _quiet() -> AbstractContextManager[None]:
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    return nullcontext()

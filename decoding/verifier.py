@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from activations.sampling import choose
 from decoding.request import Request
 from decoding.tree import DraftTree
 
@@ -60,7 +61,7 @@ class Verifier:
             here = [requests[row] for row in walking]
             positions = [len(requests[row].tokens) + len(paths[row]) for row in walking]
             further = []
-            chosen = self._choose(logits[walking, slots], here, positions).tolist()
+            chosen = _choose(logits[walking, slots], here, positions).tolist()
             for row, slot, token in zip(walking, slots, chosen, strict=True):
                 child = trees[row].children.get((slot - 1, token)) if len(trees[row]) else None
                 if child is None:
@@ -98,7 +99,7 @@ class Verifier:
         packed = torch.stack([tokens, above, depths, starts[:, None] + depths]).to(device, non_blocking=True)
         tokens, above, depths, positions = packed.unbind(0)
         off_path = off_path.to(device, non_blocking=True)
-        chosen = self._choose(logits.flatten(0, 1), [r for r in requests for _ in range(q)], positions.flatten()).view(
+        chosen = _choose(logits.flatten(0, 1), [r for r in requests for _ in range(q)], positions.flatten()).view(
             b, q
         )
         followed = chosen.gather(1, above) == tokens
@@ -114,20 +115,9 @@ class Verifier:
             verdicts.append(Verdict(path, int(pending), score[0] if score else None))
         return verdicts
 
-    def _choose(
-        self, logits: torch.Tensor, requests: Sequence[Request], positions: Sequence[int] | torch.Tensor
-    ) -> torch.Tensor:
-        """The target's next tokens [N] for logits [N, V]; rows that share a sampling are processed together."""
-        sampling = requests[0].sampling
-        if all(r.sampling == sampling for r in requests):
-            if sampling.greedy:
-                return logits.argmax(-1)
-            numbers = torch.tensor([r.number for r in requests], device=logits.device)
-            return sampling.next_tokens(logits, numbers, torch.as_tensor(positions, device=logits.device))
-        positions = torch.as_tensor(positions, device=logits.device)
-        out = torch.empty(len(requests), dtype=torch.long, device=logits.device)
-        for sampling in {r.sampling for r in requests}:
-            index = [i for i, r in enumerate(requests) if r.sampling == sampling]
-            numbers = torch.tensor([requests[i].number for i in index], device=logits.device)
-            out[index] = sampling.next_tokens(logits[index], numbers, positions[index])
-        return out
+
+def _choose(
+    logits: torch.Tensor, requests: Sequence[Request], positions: Sequence[int] | torch.Tensor
+) -> torch.Tensor:
+    """The target's next tokens [N] for logits [N, V]."""
+    return choose([r.sampling for r in requests], logits, [r.number for r in requests], positions)
