@@ -85,13 +85,22 @@ QUESTION = (
 
 GERMAN = (
     ("Der alte Lehrer", "Meine Schwester", "Die Stadt", "Das kleine Museum", "Unser Nachbar", "Die Regierung",
-     "Ein junger Arzt", "Die Firma", "Der Zug nach Berlin", "Das Orchester"),
-    ("hat gestern", "wird morgen", "hat im letzten Jahr", "will heute Abend", "hat nach langer Zeit"),
+     "Ein junger Arzt", "Die Firma", "Der Zug nach Berlin", "Das Orchester", "Die Polizei in Hamburg",
+     "Der Sprecher des Ministeriums", "Eine Gruppe von Studenten", "Der Trainer der Mannschaft", "Die Bürgermeisterin",
+     "Ein Forscher der Universität Leipzig", "Die Europäische Kommission", "Der Verein", "Das Gericht", "Frau Neumann"),
+    ("hat gestern", "wird morgen", "hat im letzten Jahr", "will heute Abend", "hat nach langer Zeit",
+     "soll bis zum Sommer", "hat nach eigenen Angaben", "konnte am Montag", "wird in den nächsten Wochen",
+     "hat trotz der Kritik", "musste wegen des Regens"),
     ("ein neues Haus", "einen langen Brief", "die alte Brücke", "ein schwieriges Problem", "viele Gäste",
-     "den ganzen Bericht", "eine wichtige Entscheidung"),
-    ("gefunden", "vorbereitet", "geschrieben", "besucht", "erklärt", "vergessen"),
+     "den ganzen Bericht", "eine wichtige Entscheidung", "drei neue Mitarbeiter", "die Zahl der Unfälle",
+     "das Spiel gegen Bremen", "einen Vertrag über vier Jahre", "die Ergebnisse der Wahl", "rund 200 Millionen Euro",
+     "den Weg zum Bahnhof", "ein Angebot aus der Schweiz"),
+    ("gefunden", "vorbereitet", "geschrieben", "besucht", "erklärt", "vergessen", "angekündigt", "verloren",
+     "geprüft", "bezahlt", "verschoben", "vorgestellt", "gewonnen"),
     (".", ", obwohl das Wetter schlecht war.", ", weil niemand Zeit hatte.", ", bevor die Sonne unterging.",
-     ", und alle waren zufrieden."),
+     ", und alle waren zufrieden.", ", wie die Zeitung am Dienstag berichtete.", ", sagte er der Deutschen Presse.",
+     ", aber die Kosten sind höher als erwartet.", ", um den Menschen in der Region zu helfen.",
+     ", nachdem die Verhandlungen gescheitert waren.", "; mehr ist bisher nicht bekannt."),
 )  # fmt: skip
 
 
@@ -128,6 +137,7 @@ def task(rng: random.Random, passages: list[str], words: int) -> tuple[str, str]
     )[0]
     if kind == "passage":
         form = rng.choice(PASSAGE)
+        words = rng.randint(words // 3, words)
         share = words // 2 if "{more}" in form else words
         return form.format(text=excerpt(rng, passages, share), more=excerpt(rng, passages, share)), kind
     if kind == "code":

@@ -253,8 +253,6 @@ def train(
 
     The run's state is kept in `folder/run` and is continued when the same command is given again.
     """
-    random_ = random.Random(config.seed)
-    generator = torch.Generator().manual_seed(config.seed)
     sites = [*eagle_sites(target.blocks), last_site(target.blocks)]
     opened = [CaptureStore.open(s) for s in stores]
     run = folder / "run"
@@ -266,6 +264,9 @@ def train(
     else:
         tokens, coverage = draft_vocabulary(opened, config.draft_vocabulary)
         state = {"rows": 0, "updates": 0, "seconds": 0.0, "coverage": coverage}
+    # Another order after each resumption: the run must not begin with the same shards again.
+    random_ = random.Random(f"{config.seed}:{state['updates']}")
+    generator = torch.Generator().manual_seed(random_.getrandbits(48))
     head = initial_head(target, tokens)
     optimizer = torch.optim.AdamW(head.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     if tensors.is_file():
