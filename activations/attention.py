@@ -30,7 +30,7 @@ def folded_attention(
     dropout: float = 0.0,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """query [B, H, Q, D], key and value [B, Hkv, K, D], mask bool [B, 1, Q, K] -> [B, Q, H, D]."""
+    """query [B, H, Q, D], key [B, Hkv, K, D], value [B, Hkv, K, Dv], mask bool [B, 1, Q, K] -> [B, Q, H, Dv]."""
     if kwargs.get("softcap") is not None:
         raise ValueError("attention soft-capping is not supported by 'folded' attention; load with attention='eager'")
     b, h, q, d = query.shape
@@ -57,7 +57,7 @@ def folded_attention(
         out = F.scaled_dot_product_attention(
             folded, key, value, attn_mask=attention_mask, scale=scaling, dropout_p=dropout
         )
-    return out.reshape(b, h, q, d).transpose(1, 2), None
+    return out.reshape(b, h, q, value.shape[3]).transpose(1, 2), None
 
 
 def register() -> None:

@@ -6,7 +6,7 @@ rest. A rejected token costs nothing, an accepted one at most the copy of its ow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from transformers import Cache
@@ -17,7 +17,7 @@ WIDE = 16
 
 
 class KVCache(Cache):
-    """Keys and values [rows, kv heads, capacity, head dim] per layer, grown by doubling.
+    """Keys and values [rows, kv heads, capacity, head dim] per layer, each on its layer's device, grown by doubling.
 
     `lengths[b]` is the number of committed tokens of row b. It lives on the host: it is known there after
     every commit, so that no step has to ask the device for it.
@@ -77,9 +77,9 @@ class KVCache(Cache):
         for row, path in enumerate(paths):
             start = self.lengths[row]
             if list(path) != list(range(len(path))):  # the common prefix is already where it belongs
-                index = torch.tensor(path, device=self.keys[0].device) + start
-                for buffer in (*self.keys, *self.values):
-                    buffer[row, :, start : start + len(path)] = buffer[row, :, index]
+                index = torch.tensor(path) + start
+                for buffer, here in self._with_index(index):
+                    buffer[row, :, start : start + len(path)] = buffer[row, :, here]
             self.lengths[row] = start + len(path)
 
     def crop_row(self, row: int, length: int) -> None:
@@ -90,14 +90,14 @@ class KVCache(Cache):
 
     def select(self, rows: Sequence[int], from_position: int = 0) -> None:
         """Row i becomes a copy of row rows[i]; slots before `from_position` are known to be equal and stay."""
-        index = torch.tensor(rows, device=self.keys[0].device)
+        index = torch.tensor(rows)
         end = max(self.lengths)
         if len(rows) == self.rows:
-            for buffer in (*self.keys, *self.values):
-                buffer[:, :, from_position:end] = buffer[index, :, from_position:end]
+            for buffer, here in self._with_index(index):
+                buffer[:, :, from_position:end] = buffer[here, :, from_position:end]
         else:
-            self.keys = [x[index] for x in self.keys]
-            self.values = [x[index] for x in self.values]
+            chosen = [buffer[here] for buffer, here in self._with_index(index)]
+            self.keys, self.values = chosen[: len(self.keys)], chosen[len(self.keys) :]
             self.rows = len(rows)
         self.lengths = [self.lengths[r] for r in rows]
 
@@ -129,6 +129,14 @@ class KVCache(Cache):
         self.rows = rows
 
     # -- inside -------------------------------------------------------------------------------------
+
+    def _with_index(self, index: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Every buffer, keys first, with the index on its device: the layers may lie on several."""
+        there: dict[torch.device, torch.Tensor] = {}
+        for buffer in (*self.keys, *self.values):
+            if buffer.device not in there:
+                there[buffer.device] = index.to(buffer.device)
+            yield buffer, there[buffer.device]
 
     def _slots(self, new: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         start = torch.tensor(self.lengths, device=device)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,8 +18,14 @@ from activations.generation import Completion, Request, complete
 from activations.labels import LabelConfig, follow_rows
 from activations.provenance import provenance
 from activations.sampling import Sampling
-from activations.store import CaptureStore, StoreWriter
+from activations.sites import eagle_sites, last_site
+from activations.store import ROW_BYTES, CaptureStore, StoreWriter, check_space, text_rows
 from activations.target import Target, TargetError
+
+SELECTIONS = ("anchors", "matches", "every", "all")
+EAGLE = "eagle"
+"""Stands for the sites that an EAGLE-3 head is trained from."""
+LESS = "fewer sites or prompts, shorter completions, or selection matches or every"
 
 
 @dataclass(frozen=True)
@@ -27,9 +33,12 @@ class CaptureConfig:
     """What is captured."""
 
     sites: tuple[str, ...] = ("attn_out.*", "resid_mid.*", "resid_post.*")
-    """Sites to keep; `*` stands for every block."""
-    selection: Literal["anchors", "matches"] = "anchors"
-    """Positions to keep: every anchor of the generated text, or those with a suffix match."""
+    """Sites to keep; `*` stands for every block, `eagle` for the sites that an EAGLE-3 head is trained from."""
+    selection: Literal["anchors", "matches", "every", "all"] = "anchors"
+    """Positions to keep: the anchors of the generated text, those with a suffix match, every k-th one of them
+    (`every`), or all positions, the prompt's included, without copy labels (what a drafter is trained from)."""
+    every: int = 8
+    """With selection `every`: keep one anchor in so many of a document, from the first on."""
     max_new_tokens: int = 192
     """Longest completion, in tokens."""
     temperature: float = 0.0
@@ -38,22 +47,60 @@ class CaptureConfig:
     """Completions written at once, and documents in a shard. An interrupted run loses at most one shard."""
     labels: LabelConfig = field(default_factory=LabelConfig)
     """How copied tokens are labelled."""
+    max_nonfinite: float = 0.01
+    """Largest share of a shard's rows whose states may be infinite or not a number; more of them end the run."""
     seed: int = 0
     """Keys the sampling of the completions."""
 
     def __post_init__(self) -> None:
         if not self.sites:
             raise ValueError("no sites to keep: name at least one")
-        for name in ("max_new_tokens", "batch"):
+        if self.selection not in SELECTIONS:
+            raise ValueError(f"unknown selection {self.selection!r}: choose one of {', '.join(SELECTIONS)}")
+        for name in ("max_new_tokens", "batch", "every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        if not 0 <= self.max_nonfinite <= 1:
+            raise ValueError(f"max_nonfinite is {self.max_nonfinite}; a share lies in [0, 1]")
         Sampling(temperature=self.temperature)  # checks itself
 
+    def described(self) -> dict[str, Any]:
+        """What decides a store's content, as it stands in its manifest."""
+        unused = {"max_nonfinite"} | ({"every"} if self.selection != "every" else set())
+        return {name: value for name, value in asdict(self).items() if name not in unused}
 
-def estimate_bytes(target: Target, prompts: int, config: CaptureConfig) -> int:
-    """Upper bound of the store's size: every completion at its longest and every anchor kept."""
-    item = torch.empty(0, dtype=target.dtype).element_size()
-    return prompts * config.max_new_tokens * (len(target.sites(config.sites)) * target.width * item + 64)
+
+def sites_of(target: Target, config: CaptureConfig) -> list[str]:
+    """The names of the sites to keep. Raises ValueError for one that the target does not have."""
+    names: list[str] = []
+    for name in config.sites:
+        names += [*eagle_sites(target.blocks), last_site(target.blocks)] if name == EAGLE else [name]
+    return [str(site) for site in target.sites(names)]
+
+
+def estimate_bytes(target: Target, prompts: Sequence[Prompt], config: CaptureConfig) -> int:
+    """Upper bound of the store's size: every completion at its longest, and with selection `matches` every anchor.
+
+    Raises TargetError, naming the prompt, for one that the target cannot take, and ValueError for an unknown site.
+    """
+    row = len(sites_of(target, config)) * target.width * target.dtype.itemsize + ROW_BYTES
+    return row * sum(_most_rows(length, target, config) for length in _prompt_lengths(target, prompts))
+
+
+def _prompt_lengths(target: Target, prompts: Sequence[Prompt]) -> Iterator[int]:
+    for prompt in prompts:
+        try:
+            yield len(target.encode_messages(prompt.messages))
+        except TargetError as error:
+            raise TargetError(f"prompt {prompt.id}: {error}") from error
+
+
+def _most_rows(prompt_length: int, target: Target, config: CaptureConfig) -> int:
+    """The most rows of a document whose prompt has so many tokens."""
+    anchors = min(config.max_new_tokens, max(target.max_length - prompt_length, 1))
+    if config.selection == "every":
+        return math.ceil(anchors / config.every)
+    return anchors + (prompt_length - 1 if config.selection == "all" else 0)
 
 
 def capture(
@@ -66,51 +113,94 @@ def capture(
     """Answer `prompts` and keep states, labels and surface features in a store.
 
     `progress(done, total)` is called with documents. An interrupted call leaves whole shards behind; the same
-    call again goes on after them. Raises StoreError if `folder` holds another capture.
+    call again goes on after them. Raises StoreError if `folder` holds another capture or is being written, if the
+    disk cannot hold the store, or if too many states are not finite.
     """
+    if not prompts:
+        raise ValueError("no prompts to capture: give at least one")
     config = config or CaptureConfig()
-    sites = [str(s) for s in target.sites(config.sites)]
-    for prompt in prompts:  # one that is too long must not end the capture half way
-        try:
-            target.encode_messages(prompt.messages)
-        except TargetError as error:
-            raise TargetError(f"prompt {prompt.id}: {error}") from error
-    template = target.tokenizer.chat_template
-    store = StoreWriter(
-        folder,
-        {
-            "target": target.fingerprint.to_dict(),
-            "target_name": target.name,
-            "selection": config.selection,
-            "config": asdict(config),
-            "documents": len(prompts),
-            "prompts": hashlib.sha256(repr([(p.id, p.messages) for p in prompts]).encode()).hexdigest(),
-            "dtype": str(target.dtype).removeprefix("torch."),
-            "attention": target.config._attn_implementation,
-            "chat_template": template if isinstance(template, str) else None,
-            "provenance": provenance(seed=config.seed),
-        },
-        sites,
-    )
-    shards = math.ceil(len(prompts) / config.batch)
-    for first in (n * config.batch for n in (*store.gaps, *range(store.complete_shards, shards))):
-        chosen = prompts[first : first + config.batch]
-        parts = []
-        for completion in _completions(target, chosen, first, config):
-            prompt = prompts[completion.request.number]
-            parts.append((completion.request.number, read_document(target, prompt, completion, sites, config)))
-            if progress:
-                progress(first + len(parts), len(prompts))
-        parts.sort(key=lambda part: part[0])
-        rows = {k: np.concatenate([part[1][0][k] for part in parts]) for k in parts[0][1][0]}
-        states = {s: torch.cat([part[1][1][s] for part in parts]) for s in sites}
-        store.write(rows, states)
+    sites = sites_of(target, config)
+    # One that is too long must not end the capture half way, so all are encoded first.
+    bound = estimate_bytes(target, prompts, config)
+    description = describe(target, prompts, sites, config)
+    if not (folder / "manifest.json").exists() and config.selection != "matches":
+        check_space(folder, bound, LESS)  # how many anchors have a match is known after the first shard
+    with StoreWriter(folder, description, sites, config.max_nonfinite) as store:
+        shards = math.ceil(len(prompts) / config.batch)
+        missing = [*store.gaps, *range(store.complete_shards, shards)]
+        for done, number in enumerate(missing):
+            first = number * config.batch
+            chosen = prompts[first : first + config.batch]
+            check_space(folder, _still_needed(store, len(missing) - done, estimate_bytes(target, chosen, config)), LESS)
+
+            def tell(documents: int, first: int = first) -> None:
+                if progress:
+                    progress(first + documents, len(prompts))
+
+            rows, states = read_shard(target, chosen, first, sites, config, tell)
+            names = {number: prompt.id for number, prompt in enumerate(chosen, start=first)}
+            written = {"written": int(rows["loss_mask"].sum())} if config.selection == "all" else {}
+            store.write(rows, states, names=names, **written)
     return CaptureStore.open(folder)
 
 
-def _completions(
-    target: Target, prompts: Sequence[Prompt], first: int, config: CaptureConfig
-) -> Iterator[Completion]:
+def _still_needed(store: StoreWriter, shards: int, next_bound: int) -> int:
+    """Bytes of the shards to come: as many each as the mean of those written, and at least the next one's bound."""
+    sizes = [sum(shard["bytes"].values()) for shard in store.manifest["shards"] if shard.get("bytes")]
+    return max(next_bound, round(sum(sizes) / len(sizes) * shards)) if sizes else next_bound
+
+
+def describe(target: Target, prompts: Sequence[Prompt], sites: Sequence[str], config: CaptureConfig) -> dict[str, Any]:
+    """The manifest's description of a capture, without its shards."""
+    template = target.tokenizer.chat_template
+    return {
+        "target": target.fingerprint.to_dict(),
+        "target_name": target.name,
+        "selection": config.selection,
+        "config": config.described(),
+        "documents": len(prompts),
+        "prompts": prompts_hash(prompts),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "attention": target.config._attn_implementation,
+        "chat_template": template if isinstance(template, str) else None,
+        "provenance": provenance(seed=config.seed),
+    }
+
+
+def prompts_hash(prompts: Sequence[Prompt]) -> str:
+    """sha256 of ids and messages, without a second copy of the corpus in memory."""
+    digest = hashlib.sha256(b"[")
+    for number, prompt in enumerate(prompts):
+        digest.update((", " if number else "").encode() + repr((prompt.id, prompt.messages)).encode())
+    digest.update(b"]")
+    return digest.hexdigest()
+
+
+def read_shard(
+    target: Target,
+    prompts: Sequence[Prompt],
+    first: int,
+    sites: Sequence[str],
+    config: CaptureConfig,
+    tell: Callable[[int], None] = lambda documents: None,
+) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
+    """Rows and states of the documents `first`, `first` + 1, ..., in this order; `tell(documents)` as they end.
+
+    They depend on these prompts alone, whatever was captured before.
+    """
+    parts: dict[int, tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]] = {}
+    for completion in _completions(target, prompts, first, config):
+        number = completion.request.number
+        parts[number] = read_document(target, prompts[number - first], completion, sites, config)
+        tell(len(parts))
+    ordered = [parts.pop(number) for number in sorted(parts)]
+    rows = {k: np.concatenate([part[0][k] for part in ordered]) for k in ordered[0][0]}
+    # A site's pieces go as soon as they are joined, so that a shard is never in memory twice.
+    states = {site: torch.cat([part[1].pop(site) for part in ordered]) for site in sites}
+    return rows, states
+
+
+def _completions(target: Target, prompts: Sequence[Prompt], first: int, config: CaptureConfig) -> Iterator[Completion]:
     sampling = Sampling(temperature=config.temperature, seed=config.seed)
     requests = (
         Request(number, target.encode_messages(prompt.messages), config.max_new_tokens, sampling)
@@ -124,37 +214,52 @@ def read_document(
 ) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
     """Rows and states of one document, from one teacher-forced forward without padding.
 
+    With selection `all` the rows are those of `text_rows`, else those of `follow_rows` and the target's own numbers.
+    """
+    ids = completion.request.prompt + completion.tokens
+    start = len(completion.request.prompt)
+    first = 0 if config.selection == "all" else start - 1  # the first anchor
+    cache = KVCache(1, capacity=len(ids))
+    with target.read(sites) as reader:
+        hidden = target.hidden(torch.tensor([ids[:-1]], device=target.device), cache)[0, first:]
+        states = {str(s): v[0, first:].cpu() for s, v in reader.states.items()}
+    if config.selection == "all":
+        rows = text_rows(completion.request.number, ids, start)
+    else:
+        rows = follow_rows(ids, start, config.labels, completion.stopped, _template_ids(target))
+        rows.update(_last_step(target.logits(hidden).float(), ids, rows))
+        rows["document"] = np.full(len(rows["position"]), completion.request.number, dtype=np.int64)
+    for name in ("group", "split", "family"):
+        rows[name] = np.full(len(rows["position"]), getattr(prompt, name))
+    keep: slice | np.ndarray = slice(None)
+    if config.selection == "matches":
+        keep = np.flatnonzero(rows["match_length"] > 0)
+    elif config.selection == "every":
+        keep = slice(None, None, config.every)
+    # Copies: a view would keep the whole document's states in memory.
+    return {k: v[keep] for k, v in rows.items()}, {k: v[keep].clone() for k, v in states.items()}
+
+
+def _last_step(logits: torch.Tensor, ids: Sequence[int], rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What the logits [rows, V] at the anchors say.
+
     `max_prob`, `entropy` (nats) and `margin` (top-2 gap of the logits) are those of the anchor's own logits, the
     ones that chose the pending token. `next_logprob` is what the target, one position later, gives the candidate's
     first token: it is not known when the decision is taken, and is kept for the leak check only.
     """
-    ids = completion.request.prompt + completion.tokens
-    start = len(completion.request.prompt) - 1  # the first anchor
-    rows = follow_rows(ids, start + 1, config.labels, completion.stopped, _template_ids(target))
-    count = len(rows["position"])
-    cache = KVCache(1, capacity=len(ids))
-    with target.read(sites) as reader:
-        hidden = target.hidden(torch.tensor([ids[:-1]], device=target.device), cache)
-        states = {str(s): v[0, start:].cpu() for s, v in reader.states.items()}
-    logits = target.logits(hidden[0, start:]).float()
     logp = logits.log_softmax(-1)
     top = logits.topk(2, dim=-1).values
-    rows["max_prob"] = logp.max(-1).values.exp().cpu().numpy()
-    rows["entropy"] = -(logp.exp() * logp).sum(-1).cpu().numpy()
-    rows["margin"] = (top[:, 0] - top[:, 1]).cpu().numpy()
     # The most recent candidate's first token; rows without a match point anywhere and are blanked below.
     candidate = np.asarray(ids)[np.where(rows["match_length"] > 0, rows["position"] + 2 - rows["distance"], 0)]
     following = logp[1:].gather(1, torch.from_numpy(candidate[:-1, None]).to(logp.device))[:, 0].cpu().numpy()
-    rows["next_logprob"] = np.append(following, np.nan).astype(np.float32)
-    rows["next_logprob"][rows["match_length"] == 0] = np.nan
-    rows["document"] = np.full(count, completion.request.number, dtype=np.int64)
-    for name in ("group", "split", "family"):
-        rows[name] = np.full(count, getattr(prompt, name))
-    if config.selection == "matches":
-        keep = rows["match_length"] > 0
-        rows = {k: v[keep] for k, v in rows.items()}
-        states = {k: v[torch.from_numpy(keep)] for k, v in states.items()}
-    return rows, states
+    next_logprob = np.append(following, np.nan).astype(np.float32)
+    next_logprob[rows["match_length"] == 0] = np.nan
+    return {
+        "max_prob": logp.max(-1).values.exp().cpu().numpy(),
+        "entropy": -(logp.exp() * logp).sum(-1).cpu().numpy(),
+        "margin": (top[:, 0] - top[:, 1]).cpu().numpy(),
+        "next_logprob": next_logprob,
+    }
 
 
 def _template_ids(target: Target) -> frozenset[int]:

@@ -24,7 +24,7 @@ from activations.generation import Completion, FollowUp, Request, complete
 from activations.provenance import provenance
 from activations.sampling import Sampling
 from activations.sites import eagle_sites, last_site
-from activations.store import CaptureStore, StoreWriter
+from activations.store import CaptureStore, StoreWriter, text_rows
 from activations.target import Target
 from activations.tasks import task
 
@@ -78,7 +78,7 @@ def write(target: Target, folder: Path, config: SelfTextConfig, benchmarks: Iter
     forbidden = benchmark_ngrams(benchmarks)
     sites = [*eagle_sites(target.blocks), last_site(target.blocks)]
     described = {k: v for k, v in asdict(config).items() if k not in ("tokens", "rows")}  # may change on resumption
-    store = StoreWriter(
+    with StoreWriter(
         folder,
         {
             "target": target.fingerprint.to_dict(),
@@ -89,35 +89,35 @@ def write(target: Target, folder: Path, config: SelfTextConfig, benchmarks: Iter
             "provenance": provenance(seed=config.seed),
         },
         sites,
-    )
-    written = sum(s["written"] for s in store.manifest["shards"])
-    conversation = Conversation(target, config, _resume(target, folder) if store.complete_shards else ([], set()))
-    shard: list[tuple[int, Completion]] = []
-    contaminated = 0
-    pending = 0
+    ) as store:
+        written = sum(s["written"] for s in store.manifest["shards"])
+        conversation = Conversation(target, config, _resume(target, store) if store.complete_shards else ([], set()))
+        shard: list[tuple[int, Completion]] = []
+        contaminated = 0
+        pending = 0
 
-    def wanted() -> Iterator[Request]:
-        while written + pending < config.tokens:
-            yield conversation.next_request()
+        def wanted() -> Iterator[Request]:
+            while written + pending < config.tokens:
+                yield conversation.next_request()
 
-    for completion in complete(target, wanted(), config.rows, sites):
-        start = conversation.observe(completion)
-        if start is None:
-            continue
-        if forbidden and not forbidden.isdisjoint(
-            word_ngrams(target.decode(completion.request.prompt + completion.tokens))
-        ):
-            contaminated += 1
-            continue
-        shard.append((start, completion))
-        pending += len(completion.request.prompt) + len(completion.tokens) - start
-        if len(shard) == config.shard_documents:
+        for completion in complete(target, wanted(), config.rows, sites):
+            start = conversation.observe(completion)
+            if start is None:
+                continue
+            if forbidden and not forbidden.isdisjoint(
+                word_ngrams(target.decode(completion.request.prompt + completion.tokens))
+            ):
+                contaminated += 1
+                continue
+            shard.append((start, completion))
+            pending += len(completion.request.prompt) + len(completion.tokens) - start
+            if len(shard) == config.shard_documents:
+                store.write(*_rows(shard), written=pending, contaminated=contaminated)
+                written += pending
+                shard, pending, contaminated = [], 0, 0
+            yield written + pending
+        if shard:
             store.write(*_rows(shard), written=pending, contaminated=contaminated)
-            written += pending
-            shard, pending, contaminated = [], 0, 0
-        yield written + pending
-    if shard:
-        store.write(*_rows(shard), written=pending, contaminated=contaminated)
 
 
 class Conversation:
@@ -172,22 +172,14 @@ def chat_frame(target: Target) -> tuple[list[int], list[int]]:
 
 
 def _rows(shard: list[tuple[int, Completion]]) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
-    columns: dict[str, list[np.ndarray]] = {k: [] for k in ("document", "position", "token", "pending", "loss_mask")}
-    for start, completion in shard:
-        ids = np.array(completion.request.prompt + completion.tokens, dtype=np.int32)
-        n = len(ids) - 1  # the last token was never fed: it is only the pending token of the row before it
-        columns["document"].append(np.full(n, completion.request.number, dtype=np.int64))
-        columns["position"].append(np.arange(n, dtype=np.int32))
-        columns["token"].append(ids[:-1])
-        columns["pending"].append(ids[1:])
-        columns["loss_mask"].append(np.arange(n) >= start - 1)  # the row's pending token is the target's own
-    rows = {name: np.concatenate(parts) for name, parts in columns.items()}
+    parts = [text_rows(c.request.number, c.request.prompt + c.tokens, start) for start, c in shard]
+    rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     sites = shard[0][1].states
     return rows, {site: torch.cat([c.states[site] for _, c in shard]) for site in sites}
 
 
-def _resume(target: Target, folder: Path) -> tuple[list[str], set[int]]:
-    store = CaptureStore.open(folder)
+def _resume(target: Target, writer: StoreWriter) -> tuple[list[str], set[int]]:
+    store = CaptureStore(writer.folder, writer.manifest)  # without the shards that are to be written again
     done = {d for s in store.shards for d in s["documents"]}
     last = store.shard_rows(len(store.shards) - 1)
     passages = []

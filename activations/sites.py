@@ -14,18 +14,19 @@ The last `resid_post` is therefore not `hidden_states[-1]` of transformers, whic
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from activations.structure import ENTERING, LEAVING, Layout, Place, entering_tensor, leaving_tensor
 
 KINDS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
-PRE_NORMS = {"input_layernorm", "post_attention_layernorm"}
-"""Norms of a Llama-like block, each before its branch; a Gemma-like block has POST_NORMS too, and the second of these
-stands behind attention."""
-POST_NORMS = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+BRANCHES = ("attn_out", "resid_mid", "mlp_out")
+"""Kinds whose places differ between families; the other ones are a block's input and output."""
 
 
 @dataclass(frozen=True, order=True)
@@ -80,66 +81,59 @@ def last_site(blocks: int) -> str:
     return f"resid_post.{blocks - 1}"
 
 
-def _first(value: Any) -> torch.Tensor:
-    return value[0] if isinstance(value, tuple) else value
-
-
-def _place(layer: nn.Module, kind: str) -> tuple[nn.Module, bool]:
-    """The module to hook for a site of one block, and whether its input (True) or its output is the state."""
-    if kind == "resid_pre":
-        return layer, True
-    if kind == "resid_post":
-        return layer, False
-    children = dict(layer.named_children())
-    norms = {name for name in children if "norm" in name}
-    gemma = norms == PRE_NORMS | POST_NORMS
-    # Elsewhere (parallel branches, post-norms alone, scaled branches) the same names stand for other states.
-    scaled = any(getattr(layer, name, 1.0) != 1.0 for name in ("residual_multiplier", "residual_scale"))
-    if scaled or getattr(layer, "use_parallel_residual", False) or not (gemma or norms == PRE_NORMS):
-        raise ValueError(
-            f"{kind} of {type(layer).__name__} is not known (norms {', '.join(sorted(norms)) or 'none'}): "
-            "read resid_pre, resid_post or embed, which every target has"
-        )
-    names = {
-        "attn_out": "post_attention_layernorm" if gemma else "self_attn",
-        "resid_mid": "pre_feedforward_layernorm" if gemma else "post_attention_layernorm",
-        "mlp_out": "post_feedforward_layernorm" if gemma else "mlp",
-    }
-    name = names[kind]
-    if name not in children:
-        raise ValueError(f"cannot find {kind} in {type(layer).__name__}: it has no {name!r}, only {list(children)}")
-    return children[name], kind == "resid_mid"
-
-
 class SiteReader:
     """Forward hooks that keep the states of chosen sites of the latest forward pass.
 
-    The tensors are the model's own, bit for bit; nothing is recomputed. Use as a context manager, or call
-    `close()`.
+    The tensors are the model's own, bit for bit; nothing is recomputed, except that a branch which the block scales
+    is scaled here the same way. Use as a context manager, or call `close()`.
     """
 
-    def __init__(self, embed: nn.Module, layers: nn.ModuleList, sites: Iterable[Site]) -> None:
+    def __init__(
+        self,
+        embed: nn.Module,
+        layers: nn.ModuleList,
+        sites: Iterable[Site],
+        layouts: Sequence[Layout] = (),
+        device: torch.device | None = None,
+    ) -> None:
+        """`layouts`, one a block, are needed for branches only. States are moved to `device`, if there is one.
+
+        Raises ValueError for a site that a block does not have.
+        """
         self.states: dict[Site, torch.Tensor] = {}
-        self._handles = []
+        self._handles: list[RemovableHandle] = []
+        self._device = device
         # All places first: an unknown one must leave no hook behind.
-        places = [(s, *((embed, False) if s.kind == "embed" else _place(layers[s.block], s.kind))) for s in sites]
-        for site, module, is_input in places:
-            if is_input:
-                self._handles.append(module.register_forward_pre_hook(self._input(site), with_kwargs=True))
+        for module, place, site, scale in [self._find(embed, layers, site, layouts) for site in sites]:
+            keep = self._keep(site, scale, place.overwritten)
+            if place.is_input:
+                self._handles.append(module.register_forward_pre_hook(_on_input(keep), with_kwargs=True))
             else:
-                self._handles.append(module.register_forward_hook(self._output(site)))
+                self._handles.append(module.register_forward_hook(_on_output(keep)))
 
-    def _output(self, site: Site) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self.states[site] = _first(output)
+    @staticmethod
+    def _find(
+        embed: nn.Module, layers: nn.ModuleList, site: Site, layouts: Sequence[Layout]
+    ) -> tuple[nn.Module, Place, Site, float | None]:
+        if site.kind == "embed":
+            return embed, LEAVING, site, None
+        block = layers[site.block]
+        if site.kind not in BRANCHES:
+            return block, ENTERING if site.kind == "resid_pre" else LEAVING, site, None
+        place = layouts[site.block].place(site.kind)
+        return block.get_submodule(place.path), place, site, getattr(block, place.scale) if place.scale else None
 
-        return hook
+    def _keep(self, site: Site, scale: float | None, overwritten: bool) -> Callable[[torch.Tensor | None], None]:
+        def keep(state: torch.Tensor | None) -> None:
+            if state is None:
+                raise ValueError(f"no state passed at {site}")
+            if scale is not None:
+                state = state * scale
+            elif overwritten:
+                state = state.clone()
+            self.states[site] = state if self._device is None else state.to(self._device)
 
-    def _input(self, site: Site) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self.states[site] = args[0] if args else kwargs["hidden_states"]
-
-        return hook
+        return keep
 
     def close(self) -> None:
         for handle in self._handles:
@@ -151,3 +145,17 @@ class SiteReader:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _on_input(keep: Callable[[torch.Tensor | None], None]) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        keep(entering_tensor(args, kwargs))
+
+    return hook
+
+
+def _on_output(keep: Callable[[torch.Tensor | None], None]) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        keep(leaving_tensor(output))
+
+    return hook

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import importlib.util
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,12 +16,14 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from activations import attention, packaged
 from activations.cache import KVCache, attention_mask
-from activations.sites import Site, SiteReader, parse_sites
+from activations.sites import BRANCHES, Site, SiteReader, parse_sites
+from activations.structure import Structure, find_blocks, read_structure
 
 attention.register()
 
@@ -39,7 +42,7 @@ class Fingerprint:
     vocabulary: str
     """sha256 of the sorted vocabulary."""
     revision: str
-    """Hub commit, or a hash over samples of the weight files."""
+    """Hub commit, or a hash over samples of the weight files; and how they were quantized at loading, if they were."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -53,33 +56,53 @@ class Fingerprint:
 class Target:
     """A frozen causal LM. `load_target` makes one."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, folder: Path | None):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        folder: Path | None,
+        quantization: str | None = None,
+    ):
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
         self.folder = folder
+        self.quantization = quantization
         self.config = model.config.get_text_config()
         self.backbone: Any = model.get_decoder()  # families differ: torch modules without a common type
-        if not hasattr(self.backbone, "layers"):
+        blocks = find_blocks(self.backbone, int(self.config.num_hidden_layers))
+        if blocks is None:
             raise TargetError(
-                f"{name} ({type(model).__name__}) keeps its blocks under another name than `layers`, and is not "
-                "supported yet: choose a target of the Llama, Qwen or Gemma kind"
+                f"{name} is a {type(model).__name__}, whose blocks cannot be found: {type(self.backbone).__name__} "
+                f"has no single list of {self.config.num_hidden_layers} blocks. Choose a decoder-only model"
             )
-        self.layers: Any = self.backbone.layers
+        self.layers: Any = blocks
         self.embed: Any = model.get_input_embeddings()
         self.head: Any = model.get_output_embeddings()
         types = set(getattr(self.config, "layer_types", None) or ())
+        unknown = types - {"full_attention", "sliding_attention"}
+        if unknown:
+            raise TargetError(
+                f"{name} ({type(model).__name__}) has blocks of {', '.join(sorted(unknown))}, whose masks are not "
+                "known: choose a target with full or sliding-window attention"
+            )
         window = getattr(self.config, "sliding_window", None)
         if getattr(self.config, "use_sliding_window", True) is False or (types and "sliding_attention" not in types):
             window = None  # a window that no block has
         self.window: int | None = window
         self.hybrid = window is not None and "sliding_attention" in types
+        self.learned_positions = any(
+            isinstance(m, nn.Embedding) and m is not self.embed for m in self.backbone.children()
+        )
 
     # -- what it is ---------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
-        return self.embed.weight.device
+        """Where tokens go in, and where states and logits come out."""
+        device = self.embed.weight.device
+        return device if device.type != "meta" else torch.device(self.embed._hf_hook.execution_device)  # offloaded
 
     @property
     def dtype(self) -> torch.dtype:
@@ -116,6 +139,8 @@ class Target:
         revision = getattr(self.model.config, "_commit_hash", None) or (
             weights_hash(self.folder) if self.folder else "unknown"
         )
+        if self.quantization is not None:  # other weights, and so other states
+            revision = f"{revision}+{self.quantization}"
         return Fingerprint(
             architecture=type(self.model).__name__,
             width=self.width,
@@ -183,12 +208,41 @@ class Target:
 
     # -- states -------------------------------------------------------------------------------------
 
+    @cached_property
+    def structure(self) -> Structure:
+        """Where the branches, the final norm and the logits come from; found by one short forward on first use."""
+        return read_structure(self.model, self.backbone, self.layers, self.device)
+
+    @property
+    def final_norm(self) -> nn.Module:
+        """The norm between the last block and the final states; an identity where there is none."""
+        if self.structure.final_norm is None:
+            raise TargetError(f"the final norm of {self.name} ({type(self.model).__name__}) was not found")
+        return self.structure.final_norm
+
+    def check_structure(self) -> None:
+        """Raise TargetError, naming what was not found, unless every site and the logits can be read."""
+        problems = self.structure.problems()
+        if problems:
+            raise TargetError(f"{self.name} ({type(self.model).__name__}) cannot be read: {'; '.join(problems)}")
+
     def sites(self, names: Iterable[str | Site]) -> list[Site]:
-        return parse_sites(names, self.blocks)
+        """Sites by name. Raises ValueError for one that this target does not have."""
+        sites = parse_sites(names, self.blocks)
+        for site in sites:
+            if site.kind in BRANCHES:
+                try:
+                    self.structure.layouts[site.block].place(site.kind)
+                except ValueError as error:
+                    raise ValueError(f"{self.name} has no {site}: {error}") from error
+        return sites
 
     def read(self, sites: Iterable[str | Site]) -> SiteReader:
-        """Attach hooks for these sites until the reader is closed."""
-        return SiteReader(self.embed, self.layers, self.sites(sites))
+        """Attach hooks for these sites until the reader is closed. Their states come to the target's `device`."""
+        chosen = self.sites(sites)
+        branches = any(site.kind in BRANCHES for site in chosen)
+        layouts = self.structure.layouts if branches else ()
+        return SiteReader(self.embed, self.layers, chosen, layouts, self.device)
 
     def forward(
         self,
@@ -239,10 +293,13 @@ class Target:
             windowed = windowed if slides else full
             mask = {"full_attention": full, "sliding_attention": windowed} if self.hybrid else windowed
         positions = torch.tensor(cache.lengths, device=device)[:, None] + depths
+        if self.learned_positions:  # a draft may reach behind the last one; what it says there is never kept
+            positions = positions.clamp(max=self.max_length - 1)
         with torch.no_grad():
-            return self.backbone(
+            states = self.backbone(
                 input_ids=tokens, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True
             ).last_hidden_state
+        return states.to(device)
 
     def _shape(self, mask: torch.Tensor, implementation: str) -> torch.Tensor:
         """A boolean mask in the form that the attention implementation takes."""
@@ -257,11 +314,17 @@ class Target:
         return mask
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of normed final states, with the target's soft cap where it has one."""
+        """Logits of normed final states, scaled or soft-capped as the target does it."""
+        rule = self.structure.logit_rule
+        if rule is None:
+            raise TargetError(
+                f"the logits of {self.name} ({type(self.model).__name__}) are not its output matrix's product, scaled "
+                "or soft-capped: choose another target"
+            )
+        # Rows of their own: a slice of a longer pass, such as its last position, costs a CPU 15 times as much here.
+        rows = hidden.reshape(-1, hidden.shape[-1])
         with torch.no_grad():
-            logits = self.head(hidden)
-            cap = getattr(self.config, "final_logit_softcapping", None)
-            return torch.tanh(logits / cap) * cap if cap else logits
+            return rule(self.head(rows)).to(hidden.device).unflatten(0, hidden.shape[:-1])
 
 
 def _whole(text: str) -> str:
@@ -290,18 +353,58 @@ def weights_hash(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+QUANTIZATIONS = {
+    "bnb-4bit": ("bitsandbytes", lambda dtype: _bitsandbytes(load_in_4bit=True, bnb_4bit_compute_dtype=dtype)),
+    "bnb-8bit": ("bitsandbytes", lambda dtype: _bitsandbytes(load_in_8bit=True)),
+    "torchao-int8": ("torchao", lambda dtype: _torchao("Int8WeightOnlyConfig")),
+    "torchao-int4": ("torchao", lambda dtype: _torchao("Int4WeightOnlyConfig")),
+}
+"""By name: the library that it needs, and what makes its configuration for a dtype."""
+
+
+def _bitsandbytes(**options: Any) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(**options)
+
+
+def _torchao(name: str) -> Any:
+    from torchao import quantization
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(getattr(quantization, name)())
+
+
+def quantization_config(name: str, dtype: torch.dtype) -> Any:
+    """The transformers configuration of a quantization. Raises TargetError if it is unknown or its library missing."""
+    if name not in QUANTIZATIONS:
+        raise TargetError(f"unknown quantization {name!r}: use {', '.join(QUANTIZATIONS)}")
+    library, make = QUANTIZATIONS[name]
+    if importlib.util.find_spec(library) is None:
+        raise TargetError(f"quantization {name!r} needs {library}, which is not installed: pip install {library}")
+    return make(dtype)
+
+
 def load_target(
     name: str | os.PathLike[str] = "smollm2",
     *,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
-    attention: str = attention.NAME,
+    device_map: str | dict[str, Any] | None = None,
+    quantization: str | None = None,
+    attention: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Target:
     """Load a target by alias (`smollm2`, `gemma3-270m`), hub id or folder.
 
-    `dtype` "auto" is bfloat16; float32 is what exactness is proven in. Raises TargetError with a message for people.
+    dtype: "auto" is bfloat16; float32 is what exactness is proven in.
+    device: where the whole target goes; a GPU, if there is one.
+    device_map: instead of `device`, how transformers spreads the blocks: auto, balanced, sequential, or a mapping.
+    quantization: one of `QUANTIZATIONS`; the weights are quantized as they are loaded.
+    attention: an implementation by name; by default the folded one, or what `choose_attention` falls back to.
+
+    Raises TargetError with a message for people.
     """
     text = os.fspath(name)
     if text in packaged.ALIASES:
@@ -316,12 +419,19 @@ def load_target(
             raise TargetError(
                 f"unknown target {text!r}: use an alias ({', '.join(packaged.ALIASES)}), a hub id or a folder"
             )
+    if device is not None and device_map is not None:
+        raise TargetError(f"device {str(device)!r} and device_map {device_map!r} were both given: choose one")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if isinstance(dtype, str) and dtype not in ("auto", *DTYPES):
         raise TargetError(f"unknown dtype {dtype!r}: use auto, {', '.join(DTYPES)}")
     wanted = getattr(torch, "bfloat16" if dtype == "auto" else dtype) if isinstance(dtype, str) else dtype
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    placing: dict[str, Any] = {}
+    if quantization is not None:  # such weights are made where they will be used
+        placing = {"quantization_config": quantization_config(quantization, wanted), "device_map": {"": str(device)}}
+    if device_map is not None:
+        placing["device_map"] = device_map
     part = "configuration"
     try:
         config = AutoConfig.from_pretrained(source, **options)
@@ -335,10 +445,13 @@ def load_target(
             attn_implementation=attention,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # told below, by name
+            **placing,
             **options,
         )
         model, loading = loaded
-        check_weights(model, loading, text)
+        check_weights(loading, text)
+        if attention is None:
+            choose_attention(model)
         part = "tokenizer"
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
@@ -352,16 +465,19 @@ def load_target(
             "config.json, safetensors weights and a tokenizer."
         ) from error
     folder = Path(source) if Path(source).is_dir() else None
-    return Target(model.to(device), tokenizer, text, folder)
+    return Target(model if placing else model.to(device), tokenizer, text, folder, quantization)
 
 
-def check_weights(model: Any, loading: Mapping[str, Any], name: str) -> None:
-    """Refuse a model that is no stack of decoder blocks, or whose checkpoint leaves weights at random values."""
-    if not hasattr(model.get_decoder(), "layers"):
-        raise TargetError(
-            f"{name} is a {type(model).__name__}, whose blocks cannot be found: "
-            "choose a decoder-only model of the Llama, Qwen, Mistral or Gemma kind"
-        )
+def choose_attention(model: PreTrainedModel) -> None:
+    """Folded attention where the family takes any implementation; eager where it soft-caps scores; else its own."""
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")
+    elif model.is_backend_compatible():
+        model.set_attn_implementation(attention.NAME)
+
+
+def check_weights(loading: Mapping[str, Any], name: str) -> None:
+    """Refuse a checkpoint that leaves weights at random values."""
     for what, found in (("are missing", loading["missing_keys"]), ("have another shape", loading["mismatched_keys"])):
         names = sorted(key if isinstance(key, str) else key[0] for key in found)
         if names:

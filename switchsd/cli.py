@@ -16,11 +16,13 @@ COMMANDS = {
     "demo": "Capture, fit a probe and decode with it, in front of you.",
     "generate": "Write text; every token is coloured by who drafted it.",
     "capture": "Store hidden states and copy labels of a target's own text.",
+    "captures": "Check, describe, merge and export capture stores.",
     "train": "Fit a probe or train an EAGLE-3 head.",
     "write": "Let the target write bulk text for training drafters.",
     "profile": "Measure what each part of a step costs on this machine.",
     "bench": "Compare modes on prompts, beside Hugging Face generate.",
     "sites": "List where a target's hidden states can be read.",
+    "parity": "Compare the hooks with TransformerLens, in float32 and float64.",
     "doctor": "Say what is installed, cached and missing.",
 }
 OK, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,18 @@ if TYPE_CHECKING:
 AUTO = "auto"
 
 
+@dataclass(frozen=True)
+class LoadConfig:
+    """How a command loads its target: fields are options of `activations.target.load_target`."""
+
+    dtype: str = "auto"
+    """auto (bfloat16), bfloat16, float16 or float32."""
+    device_map: str | None = None
+    """How to spread the target over devices: auto, balanced, sequential, or one device (cpu, cuda:1)."""
+    quantization: str | None = None
+    """Quantize the weights as they are loaded: bnb-4bit, bnb-8bit, torchao-int8 or torchao-int4."""
+
+
 def load(
     target: str | os.PathLike[str] | Target = "smollm2",
     probe: str | os.PathLike[str] | Probe | None = AUTO,
@@ -25,6 +38,8 @@ def load(
     neural: str = "eagle",
     dtype: str = "auto",
     device: str | None = None,
+    device_map: str | dict[str, Any] | None = None,
+    quantization: str | None = None,
     **settings: Any,
 ) -> Decoder:
     """A decoder for a target.
@@ -33,7 +48,7 @@ def load(
     probe, drafter: a folder (a hub id for a probe), None for none, or "auto": the one made on this machine or shipped
         for this target, and none if there is none.
     neural: the neural side: "eagle", or "none" (only copying is drafted).
-    dtype: "auto" (bfloat16), "bfloat16", "float16" or "float32".
+    dtype, device, device_map, quantization: as `activations.target.load_target` takes them.
     settings: fields of `decoding.modes.ModeSettings`: kappa, candidates, gate, tau, ...
     """
     from activations.target import Target, load_target
@@ -44,7 +59,8 @@ def load(
         chosen = ModeSettings(neural=neural, **settings)
     except TypeError as error:
         raise ValueError(f"unknown setting: {error}") from error
-    loaded = target if isinstance(target, Target) else load_target(target, dtype=dtype, device=device)
+    how: dict[str, Any] = {"dtype": dtype, "device": device, "device_map": device_map, "quantization": quantization}
+    loaded = target if isinstance(target, Target) else load_target(target, **how)
     return Decoder(
         loaded,
         probe=_probe(loaded, probe),

@@ -326,7 +326,7 @@ def train(
             "updates": state["updates"],
             "result": evaluate(head, target, held_out, config),
             "written_tokens": sum(s["written"] for store in opened for s in store.shards),
-            "dropped_as_contaminated": sum(s["contaminated"] for store in opened for s in store.shards),
+            "dropped_as_contaminated": sum(s.get("contaminated", 0) for store in opened for s in store.shards),
             "log": [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()],
             "provenance": provenance(seed=config.seed),
         },

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 
-from activations.capture import CaptureConfig, capture
+from activations import capture as capture_module
+from activations import store as store_module
+from activations.capture import CaptureConfig, capture, estimate_bytes
 from activations.corpus import Prompt
 from activations.store import CaptureStore, StoreError
 from activations.target import Target
@@ -87,9 +90,7 @@ def test_a_capture_goes_on_at_the_first_missing_shard(
     assert torch.equal(again.states("resid_mid.1"), store.states("resid_mid.1"))
 
 
-def test_another_capture_is_not_continued(
-    store: CaptureStore, small_target: Callable[..., Target]
-) -> None:
+def test_another_capture_is_not_continued(store: CaptureStore, small_target: Callable[..., Target]) -> None:
     target = small_target("llama")
     for other, config, says in (
         (prompts("ABCDABCDABCD", "another", "aaaa"), CONFIG, "prompts differ"),
@@ -112,6 +113,146 @@ def test_only_rows_with_a_match_are_kept_if_asked(
     assert 0 < len(few) == kept.sum() < len(store)
     assert np.array_equal(few.rows()["position"], store.rows()["position"][kept])
     assert torch.equal(few.states("resid_mid.1"), store.states("resid_mid.1")[torch.from_numpy(kept)])
+
+
+@pytest.mark.parametrize("every", [1, 3, 100])
+def test_every_kth_anchor_of_a_document_is_kept(
+    store: CaptureStore, small_target: Callable[..., Target], tmp_path: Path, every: int
+) -> None:
+    few = capture(small_target("llama"), TEXTS, tmp_path / "e", replace(CONFIG, selection="every", every=every))
+    rows = store.rows()
+    kept: list[int] = []
+    for number in range(len(TEXTS)):
+        kept += np.flatnonzero(rows["document"] == number).tolist()[::every]
+    assert np.array_equal(few.rows()["position"], rows["position"][kept])
+    assert torch.equal(few.states("resid_mid.1"), store.states("resid_mid.1")[torch.tensor(kept)])
+
+
+def test_all_positions_are_kept_as_whole_texts(
+    store: CaptureStore, small_target: Callable[..., Target], tmp_path: Path
+) -> None:
+    target = small_target("llama")
+    config = replace(CONFIG, selection="all", sites=("eagle", "resid_mid.1"))
+    whole = capture(target, TEXTS, tmp_path / "a", config)
+    assert whole.sites == ["resid_pre.1", "resid_pre.2", "resid_pre.3", "resid_post.3", "resid_mid.1"]
+    anchors = store.rows()
+    assert sum(s["written"] for s in whole.shards) == len(store)
+    for number, prompt in enumerate(TEXTS):
+        rows, states = whole.document(number)
+        length = len(target.encode_messages(prompt.messages))
+        ids = [*target.encode_messages(prompt.messages), *rows["pending"][length - 1 :].tolist()]
+        assert [*rows["token"].tolist(), int(rows["pending"][-1])] == ids
+        assert rows["position"].tolist() == list(range(len(ids) - 1))
+        assert rows["loss_mask"].tolist() == [n >= length - 1 for n in range(len(ids) - 1)]
+        assert (rows["group"][0], rows["split"][0], rows["family"][0]) == (prompt.group, "train", "qa")
+        mine = anchors["document"] == number
+        assert rows["pending"][rows["loss_mask"]].tolist() == anchors["pending"][mine].tolist()
+        written = torch.from_numpy(np.flatnonzero(rows["loss_mask"]))
+        assert torch.equal(states["resid_mid.1"][written], store.states("resid_mid.1")[torch.from_numpy(mine)])
+
+
+def test_the_batch_changes_no_state(store: CaptureStore, small_target: Callable[..., Target], tmp_path: Path) -> None:
+    """States come from one forward a document, so that what shares its batch or its shard does not matter."""
+    for batch in (1, 3):
+        other = capture(small_target("llama"), TEXTS, tmp_path / f"{batch}", replace(CONFIG, batch=batch))
+        assert np.array_equal(other.rows()["pending"], store.rows()["pending"])
+        assert all(torch.equal(other.states(site), store.states(site)) for site in store.sites)
+
+
+@pytest.mark.parametrize("selection", ["anchors", "matches", "every", "all"])
+def test_the_size_is_an_upper_bound_and_near_where_it_can_be(
+    small_target: Callable[..., Target], tmp_path: Path, selection: Literal["anchors", "matches", "every", "all"]
+) -> None:
+    target = small_target("llama")
+    config = replace(CONFIG, selection=selection, every=5)
+    bound = estimate_bytes(target, TEXTS, config)
+    states = 4 * target.width * len(CONFIG.sites) * len(capture(target, TEXTS, tmp_path / "s", config))
+    assert states <= bound
+    if selection in ("anchors", "all"):  # no completion of these stops early
+        assert bound <= 1.3 * states
+
+
+def test_a_store_that_the_disk_cannot_hold_is_refused_before_it_is_begun(
+    small_target: Callable[..., Target], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = small_target("llama")
+    bound = estimate_bytes(target, TEXTS, CONFIG)
+    monkeypatch.setattr(store_module, "free_bytes", lambda folder: store_module.MARGIN + bound - 1)
+    with pytest.raises(StoreError, match="or store less"):
+        capture(target, TEXTS, tmp_path / "s", CONFIG)
+    assert not (tmp_path / "s").exists()
+    monkeypatch.setattr(store_module, "free_bytes", lambda folder: store_module.MARGIN + bound)
+    assert len(capture(target, TEXTS, tmp_path / "s", CONFIG)) > 0
+
+
+def test_a_disk_that_fills_up_is_refused_between_shards(
+    small_target: Callable[..., Target], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many rows have a match is not known before: what is written so far tells how much more there will be."""
+    target = small_target("llama")
+    texts = prompts("ABCDABCDABCD", "list:0;1;2;", "aaaa", "0101", "XYZ")
+    config = replace(CONFIG, selection="matches", batch=1)
+    most = max(estimate_bytes(target, [text], config) for text in texts)
+    with monkeypatch.context() as patch, pytest.raises(StoreError, match="or store less"):
+        patch.setattr(store_module, "free_bytes", lambda folder: store_module.MARGIN + most)
+        capture(target, texts, tmp_path / "s", config)
+    kept = len(CaptureStore.open(tmp_path / "s").shards)
+    assert 1 <= kept < 5
+    assert len(capture(target, texts, tmp_path / "s", config).shards) == 5
+
+
+def test_states_that_are_not_finite_end_the_run_and_name_the_prompt(
+    small_target: Callable[..., Target], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = capture_module.read_document
+
+    def broken(target: Target, prompt: Prompt, *rest: Any) -> Any:
+        rows, states = read(target, prompt, *rest)
+        if prompt.id == "p2":
+            states["resid_mid.1"][1, 0] = float("inf")
+        return rows, states
+
+    monkeypatch.setattr(capture_module, "read_document", broken)
+    target = small_target("llama")
+    with pytest.raises(StoreError, match=r"1 of \d+ rows of shard 1 .* in document 2 \(p2\); at most a share of 0.01"):
+        capture(target, TEXTS, tmp_path / "s", CONFIG)
+    assert len(CaptureStore.open(tmp_path / "s").shards) == 1
+    made = capture(target, TEXTS, tmp_path / "s", replace(CONFIG, max_nonfinite=0.5))  # goes on, and says so
+    assert [s["nonfinite_rows"] for s in made.shards] == [{}, {"2": 1}]
+
+
+def test_a_capture_of_nothing_is_refused(small_target: Callable[..., Target], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no prompts"):
+        capture(small_target("llama"), [], tmp_path / "s", CONFIG)
+    assert not (tmp_path / "s").exists()
+
+
+def test_documents_without_a_match_leave_an_empty_shard(small_target: Callable[..., Target], tmp_path: Path) -> None:
+    config = replace(CONFIG, selection="matches", max_new_tokens=1)
+    made = capture(small_target("llama"), prompts("AB", "ABCDABCDABCD"), tmp_path / "s", replace(config, batch=1))
+    made.verify()
+    assert made.shards[0]["documents"] == [] and len(made.states("resid_mid.1")) == len(made)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"selection": "some"}, "unknown selection 'some'"),
+        ({"every": 0}, "every is 0"),
+        ({"max_nonfinite": 1.5}, "max_nonfinite is 1.5"),
+        ({"max_nonfinite": float("nan")}, "max_nonfinite is nan"),
+        ({"sites": ()}, "no sites"),
+    ],
+)
+def test_a_wrong_config_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        CaptureConfig(**options)
+
+
+def test_settings_that_decide_nothing_do_not_keep_a_capture_from_going_on() -> None:
+    assert CONFIG.described() == replace(CONFIG, every=3, max_nonfinite=0.5).described()
+    every = replace(CONFIG, selection="every")
+    assert every.described() != replace(every, every=3).described()
 
 
 def test_a_base_model_continues_the_bare_text(small_target: Callable[..., Target]) -> None:

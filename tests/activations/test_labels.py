@@ -61,7 +61,8 @@ def expected_row(
         agreed = max(k for k in range(len(candidate) + 1) if candidate[:k] == truth[:k] and k <= len(truth))
         accepted = max(accepted, agreed)
         censored |= agreed == len(truth) < len(candidate) and not stopped
-    longest = max((k for p in starts for k in range(1, min(p, 32) + 1) if ids[p - k : p] == context[-k:]), default=0)
+    limit = max(32, c.kappa)
+    longest = max((k for p in starts for k in range(1, min(p, limit) + 1) if ids[p - k : p] == context[-k:]), default=0)
     row: dict[str, object] = {
         "position": t,
         "token": ids[t],
@@ -85,29 +86,69 @@ def expected_row(
 
 
 @st.composite
-def label_configs(draw: st.DrawFn) -> LabelConfig:
+def label_configs(draw: st.DrawFn, kappas: tuple[int, ...] = (1, 2, 3, 4, 5)) -> LabelConfig:
     depth = draw(st.integers(1, 12))
     return LabelConfig(
         span_n=draw(st.integers(1, 6)),
         nonoverlap=draw(st.booleans()),
         ignore_runs=draw(st.booleans()),
         ignore_template=draw(st.booleans()),
-        kappa=draw(st.integers(1, 5)),
+        kappa=draw(st.sampled_from(kappas)),
         candidates=draw(st.integers(1, 6)),
         depth=depth,
         follow_m=draw(st.integers(1, depth)),
     )
 
 
+@st.composite
+def copying_texts(draw: st.DrawFn) -> list[int]:
+    """Texts of many tokens in which long spans return: match lengths and candidates beyond every limit."""
+    ids = draw(st.lists(st.integers(0, 30), min_size=8, max_size=60))
+    for _ in range(draw(st.integers(1, 3))):
+        start = draw(st.integers(0, len(ids) - 2))
+        size = draw(st.integers(1, 50))
+        ids = ids + ids[start : start + size] + draw(st.lists(st.integers(0, 30), max_size=2))
+    return ids
+
+
+@given(copying_texts(), label_configs(kappas=(1, 5, 20, 40)), st.booleans(), st.data())
+def test_rows_with_long_copies_are_the_definition(
+    ids: list[int], config: LabelConfig, stopped: bool, data: st.DataObject
+) -> None:
+    check_rows(ids, data.draw(st.integers(1, len(ids))), config, stopped)
+
+
 @given(texts.filter(bool), label_configs(), st.booleans(), st.data())
 def test_rows_are_the_definition(ids: list[int], config: LabelConfig, stopped: bool, data: st.DataObject) -> None:
-    prompt = data.draw(st.integers(1, len(ids)))
+    check_rows(ids, data.draw(st.integers(1, len(ids))), config, stopped)
+
+
+def check_rows(ids: list[int], prompt: int, config: LabelConfig, stopped: bool) -> None:
     template = frozenset({0})
     columns = follow_rows(ids, prompt, config, stopped, template)
     expected = [expected_row(ids, prompt, t, config, stopped, template) for t in range(prompt - 1, len(ids) - 1)]
     assert {len(column) for column in columns.values()} == {len(expected)}
     for at, row in enumerate(expected):
         assert {name: column[at].item() for name, column in columns.items()} == row
+
+
+@given(st.one_of(texts.filter(bool), copying_texts()), label_configs(), st.booleans(), st.data())
+def test_what_a_cut_text_tells_the_whole_text_confirms(
+    ids: list[int], config: LabelConfig, stopped: bool, data: st.DataObject
+) -> None:
+    prompt = data.draw(st.integers(1, len(ids)))
+    cut = data.draw(st.integers(prompt, len(ids)))
+    part, whole = (follow_rows(text, prompt, config, end) for text, end in ((ids[:cut], False), (ids, stopped)))
+    rows = len(part["position"])
+    for name in ("follow", "span_0", "span_1", "span_2"):
+        known = part[name] != -1
+        assert (part[name][known] == whole[name][:rows][known]).all(), name
+    decided = ~part["censored"]
+    assert (part["accepted"][decided] == whole["accepted"][:rows][decided]).all()
+    assert (part["accepted"] <= whole["accepted"][:rows]).all()  # a lower bound where it is censored
+    for m in range(1, config.depth + 1):
+        labels, later = (follow_labels(c["match_length"], c["accepted"], c["censored"], m) for c in (part, whole))
+        assert (labels[labels != -1] == later[:rows][labels != -1]).all()
 
 
 def test_a_cut_text_leaves_its_end_open() -> None:

@@ -61,10 +61,10 @@ def recurrent(folder: Path) -> None:
 
 
 def no_blocks(folder: Path) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import BertConfig, BertLMHeadModel
 
-    config = GPT2Config(vocab_size=258, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=1)
-    GPT2LMHeadModel(config).save_pretrained(folder)
+    config = BertConfig(vocab_size=258, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, is_decoder=True)
+    BertLMHeadModel(config).save_pretrained(folder)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def no_blocks(folder: Path) -> None:
         (lambda f: edit(f / "config.json", intermediate_size=96), "24 tensors have another shape, model.layers.0.mlp"),
         (drop_tensors, "3 tensors are missing, model.layers.3.mlp.down_proj.weight"),
         (recurrent, "keeps a recurrent state"),
-        (no_blocks, "GPT2LMHeadModel, whose blocks cannot be found"),
+        (no_blocks, "BertLMHeadModel, whose blocks cannot be found"),
     ],
 )
 def test_a_target_that_cannot_be_used(run: Run, folder: Path, damage: Callable[[Path], object], text: str) -> None:
@@ -266,9 +266,7 @@ def head(tiny_folder: Path, tmp_path: Path) -> Path:
         (lambda f: edit(f / "config.json", rope_theta="x"), "rope_theta 'x', which is no number"),
     ],
 )
-def test_a_damaged_head(
-    run: Run, tiny_folder: Path, head: Path, damage: Callable[[Path], object], text: str
-) -> None:
+def test_a_damaged_head(run: Run, tiny_folder: Path, head: Path, damage: Callable[[Path], object], text: str) -> None:
     command = ["generate", "x", "--target", tiny_folder, "--drafter", head, "--mode", "eagle", "--max-new-tokens", "2"]
     assert run(*command)[0] == OK
     damage(head)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,7 +45,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str], name: str) -> None:
     code, out, _ = run(capsys, name, "--help")
     assert code == OK
-    assert ("COMMAND" if name == "train" else "--json") in out
+    assert ("COMMAND" if name in ("captures", "train") else "--json") in out
 
 
 def test_importing_the_package_and_asking_for_help_does_not_load_torch() -> None:
@@ -80,9 +81,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "probe"], "store"),
     ],
 )
-def test_a_wrong_command_line_is_explained(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
-) -> None:
+def test_a_wrong_command_line_is_explained(capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
     code, _, err = run(capsys, *arguments)
     assert code == USAGE
     assert text in " ".join(err.replace("│", " ").split())
@@ -139,9 +138,7 @@ def test_generate_gives_the_same_text_in_every_mode(
     assert match["tokens"] == ar["tokens"]
 
 
-def test_generate_streams_and_sums_up(
-    capsys: pytest.CaptureFixture[str], tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_generate_streams_and_sums_up(capsys: pytest.CaptureFixture[str], tiny_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT)
     common = ["--target", str(tiny_folder), "--dtype", "float32", "--max-new-tokens", "20", "--mode", "copy"]
@@ -204,9 +201,43 @@ def test_generate_without_a_probe_says_what_to_do(capsys: pytest.CaptureFixture[
 
 def test_sites(capsys: pytest.CaptureFixture[str], tiny_folder: Path) -> None:
     found = run_json(capsys, "sites", str(tiny_folder))
-    assert (found["width"], found["blocks"]) == (64, 8)
+    assert (found["width"], found["blocks"], found["notes"]) == (64, 8, [])
     assert found["sites"]["resid_mid"] == [f"resid_mid.{k}" for k in range(8)]
-    assert "resid_post.0 … resid_post.7" in run(capsys, "sites", str(tiny_folder))[1]
+    assert {row["kind"]: f"{row['end']} of {row['module']}" for row in found["places"]} == {
+        "embed": "output of model.embed_tokens",
+        "resid_pre": "input of model.layers.K",
+        "attn_out": "output of model.layers.K.self_attn",
+        "resid_mid": "input of model.layers.K.post_attention_layernorm",
+        "mlp_out": "output of model.layers.K.mlp",
+        "resid_post": "output of model.layers.K",
+    }
+    text = run(capsys, "sites", str(tiny_folder), "--device-map", "cpu", "--dtype", "float32")[1]
+    assert "resid_post.0 … resid_post.7" in text and "input of model.layers.K.post_attention_layernorm" in text
+
+
+def test_sites_of_parallel_blocks_and_of_blocks_that_cannot_be_read(
+    capsys: pytest.CaptureFixture[str], tiny_folder: Path, tmp_path: Path
+) -> None:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, MiniMaxConfig, MiniMaxForCausalLM
+
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "target"))
+    shape = {"vocab_size": 258, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    GPTNeoXForCausalLM(GPTNeoXConfig(**shape, intermediate_size=16)).save_pretrained(folder)
+    found = run_json(capsys, "sites", str(folder))
+    assert sorted(found["sites"]) == ["attn_out", "embed", "mlp_out", "resid_post", "resid_pre"]
+    assert "GPTNeoXLayer adds both branches at once (parallel)" in found["notes"][0]
+    code, text, notes = run(capsys, "sites", str(folder))
+    assert code == OK
+    assert "gpt_neox.layers.K.post_mlp_dropout" in text and "resid_mid: GPTNeoXLayer" in " ".join(notes.split())
+    config = MiniMaxConfig(
+        **shape, num_key_value_heads=2, head_dim=8, intermediate_size=16, num_local_experts=2, num_experts_per_tok=1,
+        layer_types=["full_attention"] * 2, full_attn_alpha_factor=2.0, mlp_alpha_factor=2.0,
+    )  # fmt: skip
+    MiniMaxForCausalLM(config).save_pretrained(folder)
+    code, text, notes = run(capsys, "sites", str(folder))
+    assert code == USAGE
+    assert "resid_post.0, resid_post.1" in text and "attn_out" not in text
+    assert "(MiniMaxForCausalLM) cannot be read: MiniMaxDecoderLayer" in " ".join(notes.split())
 
 
 def prompts(folder: Path) -> Path:
@@ -292,9 +323,7 @@ def test_bench_writes_its_files_and_goes_on(
     assert "tokens/s" in out
 
 
-def test_write_makes_text_for_a_drafter(
-    capsys: pytest.CaptureFixture[str], tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_write_makes_text_for_a_drafter(capsys: pytest.CaptureFixture[str], tiny_folder: Path, tmp_path: Path) -> None:
     options = ["write", str(tmp_path / "text"), "--target", str(tiny_folder), "--tokens", "200", "--rows", "4"]
     found = run_json(capsys, *options, "--own-turns", "0.2", "--max-new-tokens", "32", "--shard-documents", "4",
                      "--max-prompt-tokens", "2000")  # fmt: skip
@@ -302,9 +331,7 @@ def test_write_makes_text_for_a_drafter(
     assert found["documents"] > 0
 
 
-def test_profile_measures_and_caches(
-    capsys: pytest.CaptureFixture[str], tiny_folder: Path, own_cache: Path
-) -> None:
+def test_profile_measures_and_caches(capsys: pytest.CaptureFixture[str], tiny_folder: Path, own_cache: Path) -> None:
     found = run_json(capsys, "profile", str(tiny_folder), "--seconds", "0.5", "--dtype", "float32")
     assert own_cache in Path(found["file"]).parents
     assert all(ms > 0 for row in found["verify_ms"] for ms in row)
