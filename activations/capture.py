@@ -108,9 +108,7 @@ def capture(
     return CaptureStore.open(folder)
 
 
-def _completions(
-    target: Target, prompts: Sequence[Prompt], first: int, config: CaptureConfig
-) -> Iterator[Completion]:
+def _completions(target: Target, prompts: Sequence[Prompt], first: int, config: CaptureConfig) -> Iterator[Completion]:
     sampling = Sampling(temperature=config.temperature, seed=config.seed)
     requests = (
         Request(number, target.encode_messages(prompt.messages), config.max_new_tokens, sampling)

@@ -105,9 +105,7 @@ def _complete(target: Target, source: Iterator[Request], rows: int, reader: Site
 class _Row:
     """One text being written."""
 
-    def __init__(
-        self, request: Request, sampling: Sampling, limit: int, states: list[dict[str, torch.Tensor]]
-    ) -> None:
+    def __init__(self, request: Request, sampling: Sampling, limit: int, states: list[dict[str, torch.Tensor]]) -> None:
         self.request, self.sampling, self.limit, self.states = request, sampling, limit, states
         self.tokens: list[int] = []
         self.said: list[int] = []  # follow-up tokens that are still to be fed

@@ -29,6 +29,8 @@ from activations.target import Target
 from activations.tasks import task
 
 NGRAM = 13
+FUTILE = 1000
+"""Failures after which it is useless to go on trying."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,14 @@ class SelfTextConfig:
     """Documents in a shard; an interrupted run loses at most one shard."""
     seed: int = 0
     """Chooses prompts and keys the sampling."""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "max_new_tokens", "max_prompt_tokens", "passage_words", "rows", "shard_documents"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        for name in ("greedy", "own_turns"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; a share lies in [0, 1]")
 
 
 def word_ngrams(text: str, n: int = NGRAM) -> set[tuple[str, ...]]:
@@ -108,6 +118,11 @@ def write(target: Target, folder: Path, config: SelfTextConfig, benchmarks: Iter
             word_ngrams(target.decode(completion.request.prompt + completion.tokens))
         ):
             contaminated += 1
+            if contaminated >= FUTILE and contaminated > 20 * len(shard):
+                raise ValueError(
+                    f"{contaminated} documents share {NGRAM} words with the benchmark files, and only {len(shard)} do "
+                    "not: the files hold text that this target always writes"
+                )
             continue
         shard.append((start, completion))
         pending += len(completion.request.prompt) + len(completion.tokens) - start
@@ -131,7 +146,8 @@ class Conversation:
         self._number = 0
 
     def next_request(self) -> Request:
-        while True:
+        too_long = 0
+        while too_long < FUTILE:
             self._number += 1
             if self._number in self._done:
                 continue
@@ -146,6 +162,8 @@ class Conversation:
             ids = self.target.encode(text)
             if len(ids) <= self.config.max_prompt_tokens:
                 return Request(self._number, ids, self.config.max_new_tokens, answer)
+            too_long += 1
+        raise ValueError(f"no task prompt fits into max_prompt_tokens = {self.config.max_prompt_tokens}: allow more")
 
     def observe(self, completion: Completion) -> int | None:
         """Where the target's own text begins in a finished document; None if it never came to an answer."""

@@ -58,6 +58,17 @@ class EagleTrainConfig:
     """How often the state of the run is saved."""
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("draft_vocabulary", "tokens", "batch_tokens", "steps", "validation_documents"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        for name in ("unrolled_share", "decay"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must lie in [0, 1]")
+        for name in ("learning_rate", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+
 
 @dataclass
 class Batch:

@@ -28,12 +28,6 @@ def write(
     from activations.store import CaptureStore
     from activations.target import load_target
 
-    for name in ("tokens", "max_new_tokens", "max_prompt_tokens", "passage_words", "rows", "shard_documents"):
-        if getattr(config, name) < 1:
-            raise UsageError(f"{name} is {getattr(config, name)}; it must be 1 or more")
-    for name in ("greedy", "own_turns"):
-        if not 0 <= getattr(config, name) <= 1:
-            raise UsageError(f"{name} is {getattr(config, name)}; a share lies in [0, 1]")
     check_folder(store)
     for path in benchmark or ():
         if not path.is_file():

@@ -87,9 +87,7 @@ def test_a_capture_goes_on_at_the_first_missing_shard(
     assert torch.equal(again.states("resid_mid.1"), store.states("resid_mid.1"))
 
 
-def test_another_capture_is_not_continued(
-    store: CaptureStore, small_target: Callable[..., Target]
-) -> None:
+def test_another_capture_is_not_continued(store: CaptureStore, small_target: Callable[..., Target]) -> None:
     target = small_target("llama")
     for other, config, says in (
         (prompts("ABCDABCDABCD", "another", "aaaa"), CONFIG, "prompts differ"),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from activations.cache import KVCache
-from activations.selftext import SelfTextConfig, benchmark_ngrams, chat_frame, word_ngrams, write
+from activations.selftext import Conversation, SelfTextConfig, benchmark_ngrams, chat_frame, word_ngrams, write
 from activations.store import CaptureStore, StoreError
 from activations.target import Target
 from activations.tasks import functions, task
@@ -90,6 +90,25 @@ def test_benchmark_text_is_dropped_and_counted(chatting: Target, tmp_path: Path)
     chatting.decode = lambda ids, *a: next(texts, decode(ids))  # type: ignore[method-assign]
     list(write(chatting, tmp_path / "text", CONFIG, [file]))
     assert sum(s["contaminated"] for s in CaptureStore.open(tmp_path / "text").shards) == 3
+
+
+def test_a_run_that_cannot_end_says_so(chatting: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("activations.selftext.FUTILE", 12)
+    text = " ".join(f"w{i}" for i in range(20))
+    file = tmp_path / "bench.jsonl"
+    file.write_text(json.dumps({"turns": [text]}) + "\n")
+    chatting.decode = lambda ids, *a: text  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="12 documents share 13 words with the benchmark files, and only 0 do not"):
+        list(write(chatting, tmp_path / "text", CONFIG, [file]))
+    tasks = SelfTextConfig(tokens=300, max_prompt_tokens=1, own_turns=0.0)
+    with pytest.raises(ValueError, match="no task prompt fits into max_prompt_tokens = 1"):
+        Conversation(chatting, tasks, (["Some passage."], set())).next_request()
+
+
+@pytest.mark.parametrize(("name", "value"), [("tokens", 0), ("rows", -1), ("greedy", 1.5), ("own_turns", -0.1)])
+def test_settings_are_checked(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} is {value}"):
+        SelfTextConfig(**{name: value})  # type: ignore[arg-type]
 
 
 def test_tasks_are_prompts_of_every_kind() -> None:

@@ -266,9 +266,7 @@ def head(tiny_folder: Path, tmp_path: Path) -> Path:
         (lambda f: edit(f / "config.json", rope_theta="x"), "rope_theta 'x', which is no number"),
     ],
 )
-def test_a_damaged_head(
-    run: Run, tiny_folder: Path, head: Path, damage: Callable[[Path], object], text: str
-) -> None:
+def test_a_damaged_head(run: Run, tiny_folder: Path, head: Path, damage: Callable[[Path], object], text: str) -> None:
     command = ["generate", "x", "--target", tiny_folder, "--drafter", head, "--mode", "eagle", "--max-new-tokens", "2"]
     assert run(*command)[0] == OK
     damage(head)

@@ -80,9 +80,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "probe"], "store"),
     ],
 )
-def test_a_wrong_command_line_is_explained(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
-) -> None:
+def test_a_wrong_command_line_is_explained(capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
     code, _, err = run(capsys, *arguments)
     assert code == USAGE
     assert text in " ".join(err.replace("│", " ").split())
@@ -139,9 +137,7 @@ def test_generate_gives_the_same_text_in_every_mode(
     assert match["tokens"] == ar["tokens"]
 
 
-def test_generate_streams_and_sums_up(
-    capsys: pytest.CaptureFixture[str], tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_generate_streams_and_sums_up(capsys: pytest.CaptureFixture[str], tiny_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT)
     common = ["--target", str(tiny_folder), "--dtype", "float32", "--max-new-tokens", "20", "--mode", "copy"]
@@ -292,9 +288,7 @@ def test_bench_writes_its_files_and_goes_on(
     assert "tokens/s" in out
 
 
-def test_write_makes_text_for_a_drafter(
-    capsys: pytest.CaptureFixture[str], tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_write_makes_text_for_a_drafter(capsys: pytest.CaptureFixture[str], tiny_folder: Path, tmp_path: Path) -> None:
     options = ["write", str(tmp_path / "text"), "--target", str(tiny_folder), "--tokens", "200", "--rows", "4"]
     found = run_json(capsys, *options, "--own-turns", "0.2", "--max-new-tokens", "32", "--shard-documents", "4",
                      "--max-prompt-tokens", "2000")  # fmt: skip
@@ -302,9 +296,7 @@ def test_write_makes_text_for_a_drafter(
     assert found["documents"] > 0
 
 
-def test_profile_measures_and_caches(
-    capsys: pytest.CaptureFixture[str], tiny_folder: Path, own_cache: Path
-) -> None:
+def test_profile_measures_and_caches(capsys: pytest.CaptureFixture[str], tiny_folder: Path, own_cache: Path) -> None:
     found = run_json(capsys, "profile", str(tiny_folder), "--seconds", "0.5", "--dtype", "float32")
     assert own_cache in Path(found["file"]).parents
     assert all(ms > 0 for row in found["verify_ms"] for ms in row)
