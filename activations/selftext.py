@@ -26,7 +26,7 @@ from activations.sampling import Sampling
 from activations.sites import eagle_sites, last_site
 from activations.store import CaptureStore, StoreWriter
 from activations.target import Target
-from activations.tasks import task
+from activations.tasks import task, whole_words
 
 NGRAM = 13
 FUTILE = 1000
@@ -143,6 +143,7 @@ class Conversation:
         self.config = config
         self.passages, self._done = resumed
         self._prefix, self._opening = chat_frame(target)
+        self._vocabulary = whole_words(target.tokenizer.get_vocab())
         self._number = 0
 
     def next_request(self) -> Request:
@@ -154,11 +155,11 @@ class Conversation:
             rng = random.Random(f"{self.config.seed}:{self._number}")
             greedy = rng.random() < self.config.greedy
             answer = Sampling() if greedy else Sampling(0.8, top_k=64, seed=self.config.seed)
-            if rng.random() < self.config.own_turns or not self.passages:
+            if rng.random() < self.config.own_turns:
                 turn = Sampling(1.0, top_k=64, seed=self.config.seed)
                 follow_up = FollowUp(tuple(self._opening), self.config.max_new_tokens, answer)
                 return Request(self._number, self._prefix, 80, turn, follow_up)
-            text, _ = task(rng, self.passages, self.config.passage_words)
+            text, _ = task(rng, self.passages, self.config.passage_words, self._vocabulary)
             ids = self.target.encode(text)
             if len(ids) <= self.config.max_prompt_tokens:
                 return Request(self._number, ids, self.config.max_new_tokens, answer)

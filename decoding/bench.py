@@ -285,7 +285,7 @@ def settings(decoder: Decoder, config: BenchConfig) -> dict[str, Any]:
     }
 
 
-OF_DRAFTER = {"copy": ("depth", "copy_nodes"), "eagle": ("neural_nodes", "neural_depth")}
+OF_DRAFTER = {"copy": ("depth", "copy_nodes"), "eagle": ("neural_nodes", "neural_depth", "neural_tree")}
 """Mode settings that matter where a drafter takes part; the drafter's own description says the rest."""
 
 

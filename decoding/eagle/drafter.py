@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from activations.sites import eagle_sites
 from activations.target import Target
-from decoding.drafters import Budget
+from decoding.budgets import Budget
 from decoding.eagle.head import EagleHead, HeadError, rms_norm, rotary
 from decoding.request import Request
 from decoding.tree import DraftTree

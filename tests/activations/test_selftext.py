@@ -16,7 +16,7 @@ from activations.cache import KVCache
 from activations.selftext import Conversation, SelfTextConfig, benchmark_ngrams, chat_frame, word_ngrams, write
 from activations.store import CaptureStore, StoreError
 from activations.target import Target
-from activations.tasks import functions, task
+from activations.tasks import documentation, functions, task, whole_words
 
 STOP = 63
 TEMPLATE = (
@@ -114,9 +114,11 @@ def test_settings_are_checked(name: str, value: float) -> None:
 def test_tasks_are_prompts_of_every_kind() -> None:
     draw = random.Random(0)
     passages = ["The first sentence is here. The second one follows it. " * 4, "Another short text. It ends."]
-    made = [task(draw, passages, 30) for _ in range(300)]
+    vocabulary = whole_words(["Ġhouse", "Ġgarden", "ĠPeru", "ĠChopin", "Ġa", "ĠDNAx", "x", "Ġstraße"])
+    assert vocabulary == (["Chopin", "Peru"], ["garden", "house"])
+    made = [task(draw, passages, 30, vocabulary) for _ in range(400)]
     kinds, counts = np.unique([kind for _, kind in made], return_counts=True)
-    assert list(kinds) == ["code", "math", "passage", "question", "translation"] and counts.min() > 10
+    assert list(kinds) == ["code", "math", "passage", "question", "translation", "words"] and counts.min() > 10
     assert len({text for text, _ in made}) > 200
-    assert all("{" not in text for text, kind in made if kind in ("math", "question", "translation"))
-    assert len(functions()) > 100
+    assert all("{" not in text for text, kind in made if kind not in ("passage", "code"))
+    assert len(functions()) > 100 and len(documentation()) > 100

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from activations.target import Target
-from decoding.drafters import FixedBudget
+from decoding.budgets import FixedBudget
 from decoding.eagle.drafter import EagleDrafter
 from decoding.eagle.head import EagleHead, HeadConfig, HeadError, load_head
 from decoding.request import Request
