@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 
 from activations.cache import KVCache
-from activations.corpus import Prompt
+from activations.corpus import Prompt, prompts_hash
 from activations.generation import Completion, Request, complete
 from activations.labels import LabelConfig, follow_rows
 from activations.provenance import provenance
@@ -84,7 +83,7 @@ def capture(
             "selection": config.selection,
             "config": asdict(config),
             "documents": len(prompts),
-            "prompts": hashlib.sha256(repr([(p.id, p.messages) for p in prompts]).encode()).hexdigest(),
+            "prompts": prompts_hash(prompts),
             "dtype": str(target.dtype).removeprefix("torch."),
             "attention": target.config._attn_implementation,
             "chat_template": template if isinstance(template, str) else None,

@@ -7,8 +7,9 @@ The corpus is two JSONL files in `activations/prompts`, one a split, one record 
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -58,6 +59,13 @@ def load_corpus(split: str | None = None) -> list[Prompt]:
         file = resources.files("activations") / "prompts" / f"{name}.jsonl"
         prompts.extend(_parse(file.read_text(encoding="utf-8"), file.name))
     return prompts
+
+
+def prompts_hash(prompts: Sequence[Prompt]) -> str | None:
+    """sha256 over ids and messages, for manifests; None where there are none."""
+    if not prompts:
+        return None
+    return hashlib.sha256(repr([(p.id, p.messages) for p in prompts]).encode()).hexdigest()
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:

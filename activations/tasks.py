@@ -208,6 +208,8 @@ def task(
     """One task prompt and its kind. `passages` are texts to work on (the target's own, say), `words` their most;
     `vocabulary` as `whole_words` gives it."""
     kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+    if kind == "words" and min(map(len, vocabulary)) < 2:  # a tokenizer without word pieces
+        kind = "question"
     if kind == "passage":
         form = rng.choice(PASSAGE)
         if not passages or rng.random() < 0.2:

@@ -13,6 +13,9 @@ import pytest
 import torch
 
 from activations.cache import KVCache
+from activations.corpus import Prompt
+from activations.generation import Request, complete
+from activations.sampling import Sampling
 from activations.selftext import Conversation, SelfTextConfig, benchmark_ngrams, chat_frame, word_ngrams, write
 from activations.store import CaptureStore, StoreError
 from activations.target import Target
@@ -90,6 +93,30 @@ def test_benchmark_text_is_dropped_and_counted(chatting: Target, tmp_path: Path)
     chatting.decode = lambda ids, *a: next(texts, decode(ids))  # type: ignore[method-assign]
     list(write(chatting, tmp_path / "text", CONFIG, [file]))
     assert sum(s["contaminated"] for s in CaptureStore.open(tmp_path / "text").shards) == 3
+
+
+def test_prompts_of_the_user_are_answered_in_turn(chatting: Target, tmp_path: Path) -> None:
+    prompts = [
+        Prompt(str(i), "user", str(i), None, None, ({"role": "user", "content": "x" * (i + 1)},)) for i in range(3)
+    ]
+    config = SelfTextConfig(tokens=250, max_new_tokens=12, rows=2, shard_documents=4)
+    list(write(chatting, tmp_path / "text", config, prompts=prompts))
+    store = CaptureStore.open(tmp_path / "text")
+    answers: dict[int, list[list[int]]] = {0: [], 1: [], 2: []}
+    for number in sorted(d for shard in store.shards for d in shard["documents"]):
+        rows, _ = store.document(number)
+        prompt = chatting.encode_messages(prompts[(number - 1) % 3].messages)
+        ids = [*rows["token"].tolist(), int(rows["pending"][-1])]
+        assert ids[: len(prompt)] == prompt
+        assert rows["loss_mask"].tolist() == [i >= len(prompt) - 1 for i in range(len(ids) - 1)]
+        answers[(number - 1) % 3].append(ids[len(prompt) :])
+    assert all(len(found) > 2 for found in answers.values())
+    for i, found in answers.items():  # the first answer is greedy, the later ones differ
+        greedy = Request(0, chatting.encode_messages(prompts[i].messages), 12, Sampling())
+        assert found[0] == next(iter(complete(chatting, [greedy], rows=1))).tokens
+    assert any(found[1] != found[0] for found in answers.values())
+    with pytest.raises(StoreError, match="prompts differ"):
+        next(write(chatting, tmp_path / "text", config, prompts=prompts[:2]))
 
 
 def test_a_run_that_cannot_end_says_so(chatting: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
