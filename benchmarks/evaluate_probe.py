@@ -46,8 +46,10 @@ def report(store: CaptureStore, name: str) -> dict[str, Any]:
             "over_match_length": auc_difference(mine, length).to_dict(),
         }
         print(f"{name} ({config.label} at {config.site}, kappa {config.kappa}), {scope}: {mine.rows} rows")
-        print(f"  base rate {mine.base_rate}, AUC {mine.roc_auc}, average precision {mine.average_precision}")
-        print(f"  match length alone {length.roc_auc}, difference {auc_difference(mine, length)}")
+        print(
+            f"  base rate {mine.base_rate:.3f}, AUC {mine.roc_auc:.3f}, average precision {mine.average_precision:.3f}"
+        )
+        print(f"  match length alone {length.roc_auc:.3f}, difference {auc_difference(mine, length):.3f}")
     return out
 
 
