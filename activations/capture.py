@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 
 from activations.cache import KVCache
-from activations.corpus import Prompt
+from activations.corpus import Prompt, prompts_hash
 from activations.generation import Completion, Request, complete
 from activations.labels import LabelConfig, follow_rows
 from activations.provenance import provenance
@@ -165,15 +164,6 @@ def describe(target: Target, prompts: Sequence[Prompt], sites: Sequence[str], co
         "chat_template": template if isinstance(template, str) else None,
         "provenance": provenance(seed=config.seed),
     }
-
-
-def prompts_hash(prompts: Sequence[Prompt]) -> str:
-    """sha256 of ids and messages, without a second copy of the corpus in memory."""
-    digest = hashlib.sha256(b"[")
-    for number, prompt in enumerate(prompts):
-        digest.update((", " if number else "").encode() + repr((prompt.id, prompt.messages)).encode())
-    digest.update(b"]")
-    return digest.hexdigest()
 
 
 def read_shard(

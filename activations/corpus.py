@@ -11,10 +11,11 @@ Documents of users are read one at a time: a JSONL file of any size, a folder of
 from __future__ import annotations
 
 import codecs
+import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import resources
@@ -88,6 +89,17 @@ def load_corpus(split: str | None = None) -> list[Prompt]:
         with resources.as_file(resources.files("activations") / "prompts" / f"{name}.jsonl") as file:
             prompts.extend(stream_prompts(file))
     return prompts
+
+
+def prompts_hash(prompts: Sequence[Prompt]) -> str | None:
+    """sha256 of ids and messages, for manifests; None where there are none. Makes no second copy of them."""
+    if not prompts:
+        return None
+    digest = hashlib.sha256(b"[")
+    for number, prompt in enumerate(prompts):
+        digest.update((", " if number else "").encode() + repr((prompt.id, prompt.messages)).encode())
+    digest.update(b"]")
+    return digest.hexdigest()
 
 
 def read_prompts(

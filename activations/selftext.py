@@ -2,7 +2,8 @@
 
 Part of the documents are conversations in which the target writes the user's turn too (it continues its own
 chat prefix); the rest answer the tasks of `activations.tasks`, over passages from earlier documents and over
-permissively licensed code. Documents that share a 13-gram of words with a benchmark file are dropped and counted.
+permissively licensed code, or prompts of the user's own. Documents that share a 13-gram of words with a
+benchmark file are dropped and counted.
 
 The states are kept as generation computes them, so the text costs one forward pass a token and no second one.
 The result is a capture store with selection `all`: a document's rows are contiguous and ordered, `loss_mask` is
@@ -13,22 +14,25 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from activations.corpus import Prompt, prompts_hash
 from activations.generation import Completion, FollowUp, Request, complete
 from activations.provenance import provenance
 from activations.sampling import Sampling
 from activations.sites import eagle_sites, last_site
 from activations.store import CaptureStore, StoreWriter, text_rows
 from activations.target import Target
-from activations.tasks import task
+from activations.tasks import task, whole_words
 
 NGRAM = 13
+FUTILE = 1000
+"""Failures after which it is useless to go on trying."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,14 @@ class SelfTextConfig:
     seed: int = 0
     """Chooses prompts and keys the sampling."""
 
+    def __post_init__(self) -> None:
+        for name in ("tokens", "max_new_tokens", "max_prompt_tokens", "passage_words", "rows", "shard_documents"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        for name in ("greedy", "own_turns"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; a share lies in [0, 1]")
+
 
 def word_ngrams(text: str, n: int = NGRAM) -> set[tuple[str, ...]]:
     """All runs of n words, lower case."""
@@ -73,8 +85,18 @@ def benchmark_ngrams(files: Iterable[Path]) -> set[tuple[str, ...]]:
     return grams
 
 
-def write(target: Target, folder: Path, config: SelfTextConfig, benchmarks: Iterable[Path] = ()) -> Iterator[int]:
-    """Extend the store in `folder` until the target has written `config.tokens` tokens; yields the count so far."""
+def write(
+    target: Target,
+    folder: Path,
+    config: SelfTextConfig,
+    benchmarks: Iterable[Path] = (),
+    prompts: Sequence[Prompt] = (),
+) -> Iterator[int]:
+    """Extend the store in `folder` until the target has written `config.tokens` tokens; yields the count so far.
+
+    Where `prompts` are given they are answered instead of tasks: all of them in turn, again and again; answers after
+    the first round are sampled.
+    """
     forbidden = benchmark_ngrams(benchmarks)
     sites = [*eagle_sites(target.blocks), last_site(target.blocks)]
     described = {k: v for k, v in asdict(config).items() if k not in ("tokens", "rows")}  # may change on resumption
@@ -84,6 +106,7 @@ def write(target: Target, folder: Path, config: SelfTextConfig, benchmarks: Iter
             "target": target.fingerprint.to_dict(),
             "selection": "all",
             "config": described,
+            "prompts": prompts_hash(prompts),
             "dtype": str(target.dtype).removeprefix("torch."),
             "attention": target.config._attn_implementation,
             "provenance": provenance(seed=config.seed),
@@ -91,7 +114,8 @@ def write(target: Target, folder: Path, config: SelfTextConfig, benchmarks: Iter
         sites,
     ) as store:
         written = sum(s["written"] for s in store.manifest["shards"])
-        conversation = Conversation(target, config, _resume(target, store) if store.complete_shards else ([], set()))
+        resumed = _resume(target, store) if store.complete_shards else ([], set())
+        conversation = Conversation(target, config, resumed, prompts)
         shard: list[tuple[int, Completion]] = []
         contaminated = 0
         pending = 0
@@ -108,6 +132,11 @@ def write(target: Target, folder: Path, config: SelfTextConfig, benchmarks: Iter
                 word_ngrams(target.decode(completion.request.prompt + completion.tokens))
             ):
                 contaminated += 1
+                if contaminated >= FUTILE and contaminated > 20 * len(shard):
+                    raise ValueError(
+                        f"{contaminated} documents share {NGRAM} words with the benchmark files, and only {len(shard)} "
+                        "do not: the files hold text that this target always writes"
+                    )
                 continue
             shard.append((start, completion))
             pending += len(completion.request.prompt) + len(completion.tokens) - start
@@ -123,29 +152,44 @@ def write(target: Target, folder: Path, config: SelfTextConfig, benchmarks: Iter
 class Conversation:
     """Decides what is asked next, and where the target's own text begins in what comes back."""
 
-    def __init__(self, target: Target, config: SelfTextConfig, resumed: tuple[list[str], set[int]]) -> None:
+    def __init__(
+        self,
+        target: Target,
+        config: SelfTextConfig,
+        resumed: tuple[list[str], set[int]],
+        prompts: Sequence[Prompt] = (),
+    ) -> None:
         self.target = target
         self.config = config
+        self._prompts = [target.encode_messages(p.messages) for p in prompts]
         self.passages, self._done = resumed
         self._prefix, self._opening = chat_frame(target)
+        self._vocabulary = whole_words(target.tokenizer.get_vocab())
         self._number = 0
 
     def next_request(self) -> Request:
-        while True:
+        too_long = 0
+        while too_long < FUTILE:
             self._number += 1
             if self._number in self._done:
                 continue
             rng = random.Random(f"{self.config.seed}:{self._number}")
-            greedy = rng.random() < self.config.greedy
-            answer = Sampling() if greedy else Sampling(0.8, top_k=64, seed=self.config.seed)
-            if rng.random() < self.config.own_turns or not self.passages:
+            sampled = Sampling(0.8, top_k=64, seed=self.config.seed)
+            answer = Sampling() if rng.random() < self.config.greedy else sampled
+            if self._prompts:
+                again, which = divmod(self._number - 1, len(self._prompts))
+                prompt = self._prompts[which]
+                return Request(self._number, prompt, self.config.max_new_tokens, sampled if again else Sampling())
+            if rng.random() < self.config.own_turns:
                 turn = Sampling(1.0, top_k=64, seed=self.config.seed)
                 follow_up = FollowUp(tuple(self._opening), self.config.max_new_tokens, answer)
                 return Request(self._number, self._prefix, 80, turn, follow_up)
-            text, _ = task(rng, self.passages, self.config.passage_words)
+            text, _ = task(rng, self.passages, self.config.passage_words, self._vocabulary)
             ids = self.target.encode(text)
             if len(ids) <= self.config.max_prompt_tokens:
                 return Request(self._number, ids, self.config.max_new_tokens, answer)
+            too_long += 1
+        raise ValueError(f"no task prompt fits into max_prompt_tokens = {self.config.max_prompt_tokens}: allow more")
 
     def observe(self, completion: Completion) -> int | None:
         """Where the target's own text begins in a finished document; None if it never came to an answer."""

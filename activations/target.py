@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from activations import attention, packaged
 from activations.cache import KVCache, attention_mask
+from activations.chat_template import ChatTemplate, MarkerError
 from activations.sites import BRANCHES, Site, SiteReader, parse_sites
 from activations.structure import Structure, find_blocks, read_structure
 
@@ -151,6 +152,10 @@ class Target:
 
     # -- text ---------------------------------------------------------------------------------------
 
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer)
+
     def encode(self, prompt: str | Sequence[Mapping[str, str]] | Sequence[int]) -> list[int]:
         """Token ids of a prompt: chat messages go through the chat template; so does plain text, as one user
         turn, where the target has a template; ids stay as they are."""
@@ -189,7 +194,8 @@ class Target:
     def _text(self, text: str) -> list[int]:
         if not text.strip():
             raise TargetError("the prompt is empty: give it some text")
-        return [int(t) for t in self.tokenizer(_whole(text))["input_ids"]]
+        begun = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)
+        return [int(t) for t in self.tokenizer(_whole(text), add_special_tokens=not begun)["input_ids"]]
 
     def _chat(self, messages: list[dict[str, str]]) -> list[int]:
         if not self.tokenizer.chat_template:
@@ -197,11 +203,13 @@ class Target:
         if not any(str(m.get("content", "")).strip() for m in messages):
             raise TargetError("the prompt is empty: give it some text")
         try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self.chat_template.render(messages)
+        except MarkerError as error:
+            raise TargetError(f"{self.name}: {error}") from error
         except TemplateError as error:
             roles = ", ".join(str(m.get("role")) for m in messages)
             raise TargetError(f"the chat template of {self.name} refuses messages of {roles}: {error}") from error
-        return [int(t) for t in self.tokenizer(_whole(str(text)), add_special_tokens=False)["input_ids"]]
+        return [int(t) for t in self.tokenizer(_whole(text), add_special_tokens=False)["input_ids"]]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
@@ -214,7 +222,7 @@ class Target:
         return read_structure(self.model, self.backbone, self.layers, self.device)
 
     @property
-    def final_norm(self) -> nn.Module:
+    def final_norm(self) -> Any:
         """The norm between the last block and the final states; an identity where there is none."""
         if self.structure.final_norm is None:
             raise TargetError(f"the final norm of {self.name} ({type(self.model).__name__}) was not found")
@@ -240,8 +248,9 @@ class Target:
     def read(self, sites: Iterable[str | Site]) -> SiteReader:
         """Attach hooks for these sites until the reader is closed. Their states come to the target's `device`."""
         chosen = self.sites(sites)
+        structure = self.structure  # found by a forward of its own, which open hooks would mistake for the caller's
         branches = any(site.kind in BRANCHES for site in chosen)
-        layouts = self.structure.layouts if branches else ()
+        layouts = structure.layouts if branches else ()
         return SiteReader(self.embed, self.layers, chosen, layouts, self.device)
 
     def forward(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import random
 import sysconfig
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
@@ -55,6 +56,49 @@ MATH = (
     "{a} saves {x} dollars every week. After {y} weeks, half is spent on {t}. How much money remains?",
     "Solve for x: {x}x + {y} = {w}",
     "What is {x}% of {w}? Explain each step.",
+)
+
+WORDS = (
+    "Who is {Name}?",
+    "Who was {Name}, and what did they do?",
+    "What is {word}?",
+    "What does the word '{word}' mean? Give three examples.",
+    "Tell me about {Name}.",
+    "Where is {Name}, and what is it like there?",
+    "When did {Name} happen, and why does it matter?",
+    "Write a news report about {Name} and {Other}. Quote two people.",
+    "Write a newspaper article about a {word} in {Name}.",
+    "Write an encyclopedia article about {Name}.",
+    "Describe the history of {word} from the beginning until today.",
+    "List ten facts about {Name}.",
+    "Explain the difference between {word} and {more}.",
+    "Write a story with the words {word}, {more} and {Name}.",
+    "Write a dialogue between {Name} and {Other} about {word}.",
+    "Write a product description for a {word} made by {Name}.",
+    "Write a review of {Name} for people who like {word}.",
+    "Write a travel guide for {Name}.",
+    "Write a recipe with {word} and {more}.",
+    "Write a formal letter to {Name} about the {word}.",
+    "Write a press release: {Name} buys {Other} to improve its {word}.",
+    "Make a CSV file with 8 lines about {word}: name, year, place, price.",
+    "Make a Markdown table of five kinds of {word} with their advantages.",
+    "Write a YAML configuration for a service called {word}-{more}.",
+    "Write a JSON object that describes {Name}, with nested fields.",
+    "Write ten lines of a log file of a program called {word}.",
+    "Write a Python class called {Name} with a method {word}.",
+    "Write a Python function that counts each {word} in a list of {more} records.",
+    "Write a SQL query that finds every {word} of customer {Name}.",
+    "Write an HTML page about {Name} and {word}.",
+    "Write a poem about {word} and {more}.",
+    "Write a quiz of five questions about {Name}, with answers.",
+    "Which came first, {Name} or {Other}? Explain.",
+    "Who invented the {word}, and how was it used?",
+    "Give a short biography of {Name} {Other}.",
+    "What are the causes and effects of {word}?",
+    "Write a scientific abstract about the effect of {word} on {more}.",
+    "Translate into German: The {word} of {Name} was more important than the {more}.",
+    "Correct this sentence: the {word} in {Name} were {more} because it have been late",
+    "Sort these words and explain each: {more}, {word}, {Name}, {Other}",
 )
 
 COUNTRIES = (
@@ -121,6 +165,31 @@ def functions() -> list[str]:
     return found
 
 
+@lru_cache(maxsize=1)
+def documentation() -> list[str]:
+    """Longer docstrings of the Python standard library (PSF licence)."""
+    found: list[str] = []
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        try:
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+        except (OSError, SyntaxError, UnicodeDecodeError):
+            continue
+        nodes = [n for n in ast.walk(tree) if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef))]
+        found += [text for node in nodes if len((text := ast.get_docstring(node) or "").split()) > 60]
+    return found
+
+
+def whole_words(vocabulary: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The words of a tokenizer's vocabulary with a capital first letter, and those without any.
+
+    They are names and nouns by the thousands: prompts about them reach tokens that a chat by itself never does.
+    `vocabulary` are tokens as the tokenizer spells them, a word's first piece beginning with a space mark.
+    """
+    words = sorted({token[1:] for token in vocabulary if token[:1] in ("Ġ", "▁", " ")})
+    words = [w for w in words if len(w) > 3 and w.isascii() and w.isalpha()]
+    return [w for w in words if w.istitle()], [w for w in words if w.islower()]
+
+
 def excerpt(rng: random.Random, passages: list[str], words: int) -> str:
     """Whole passages, the last one cut at a sentence, of at most `words` words together."""
     text: list[str] = []
@@ -130,13 +199,21 @@ def excerpt(rng: random.Random, passages: list[str], words: int) -> str:
     return head[: head.rfind(". ") + 1] or head
 
 
-def task(rng: random.Random, passages: list[str], words: int) -> tuple[str, str]:
-    """One task prompt and its kind. `passages` are texts to work on (the target's own, say), `words` their most."""
-    kind = rng.choices(
-        ["passage", "code", "math", "question", "translation"], [0.42 if passages else 0.0, 0.2, 0.14, 0.14, 0.10]
-    )[0]
+KINDS = {"passage": 0.3, "words": 0.34, "code": 0.12, "math": 0.08, "question": 0.08, "translation": 0.08}
+
+
+def task(
+    rng: random.Random, passages: list[str], words: int, vocabulary: tuple[list[str], list[str]]
+) -> tuple[str, str]:
+    """One task prompt and its kind. `passages` are texts to work on (the target's own, say), `words` their most;
+    `vocabulary` as `whole_words` gives it."""
+    kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+    if kind == "words" and min(map(len, vocabulary)) < 2:  # a tokenizer without word pieces
+        kind = "question"
     if kind == "passage":
         form = rng.choice(PASSAGE)
+        if not passages or rng.random() < 0.2:
+            passages = documentation()
         words = rng.randint(words // 3, words)
         share = words // 2 if "{more}" in form else words
         return form.format(text=excerpt(rng, passages, share), more=excerpt(rng, passages, share)), kind
@@ -150,6 +227,9 @@ def task(rng: random.Random, passages: list[str], words: int) -> tuple[str, str]
         a, b = rng.sample(NAMES, 2)
         x, y, z = rng.randint(12, 60), rng.randint(2, 9), rng.randint(2, 8)
         return rng.choice(MATH).format(a=a, b=b, t=rng.choice(THINGS), x=x, y=y, z=z, w=100 * rng.randint(4, 9)), kind
+    if kind == "words":
+        (name, other), (word, more) = (rng.sample(part, 2) for part in vocabulary)
+        return rng.choice(WORDS).format(Name=name, Other=other, word=word, more=more), kind
     if kind == "question":
         topic, other = rng.sample(TOPICS, 2)
         return rng.choice(QUESTION).format(country=rng.choice(COUNTRIES), topic=topic, other=other), kind

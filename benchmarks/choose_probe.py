@@ -28,7 +28,8 @@ import torch
 from activations.corpus import load_corpus
 from activations.labels import LabelConfig, follow_rows
 from activations.store import CaptureStore
-from decoding.drafters import CopyDrafter, FixedBudget
+from decoding.budgets import FixedBudget
+from decoding.drafters import CopyDrafter
 from decoding.request import Request
 from probes.train import TrainConfig, train
 

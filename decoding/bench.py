@@ -170,9 +170,7 @@ class Bench:
         reference = next((m for m in ("hf", "ar") if m in columns), columns[0])
         texts = {r.key: r for r in self.rows if r.mode == reference}
         prompts = {p.key: p for p in self.suite}
-        stored = _read(
-            self.folder / "differences.jsonl", lambda d: Difference(**{**d, "tokens": tuple(d["tokens"])})
-        )
+        stored = _read(self.folder / "differences.jsonl", lambda d: Difference(**{**d, "tokens": tuple(d["tokens"])}))
         known = {(d.key, d.mode, d.settings, d.reference, d.index): d for d in stored}
         modes: dict[str, Any] = {}
         with (self.folder / "differences.jsonl").open("a", encoding="utf-8") as out:
@@ -287,7 +285,7 @@ def settings(decoder: Decoder, config: BenchConfig) -> dict[str, Any]:
     }
 
 
-OF_DRAFTER = {"copy": ("depth", "copy_nodes"), "eagle": ("neural_nodes", "neural_depth")}
+OF_DRAFTER = {"copy": ("depth", "copy_nodes"), "eagle": ("neural_nodes", "neural_depth", "neural_tree")}
 """Mode settings that matter where a drafter takes part; the drafter's own description says the rest."""
 
 

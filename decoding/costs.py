@@ -21,7 +21,8 @@ from activations import packaged
 from activations.cache import KVCache
 from activations.matching.index import SuffixIndex
 from activations.target import Target
-from decoding.drafters import Drafter, FixedBudget
+from decoding.budgets import FixedBudget
+from decoding.drafters import Drafter
 from decoding.packing import tree_forward
 from decoding.request import Request
 from decoding.tree import DraftTree

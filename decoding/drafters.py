@@ -3,49 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
 
 from activations.matching.index import SuffixIndex
 from activations.matching.match import MatchConfig, Matches
+from decoding.budgets import Budget
 from decoding.request import Request
 from decoding.tree import DraftTree
-
-
-class Budget(Protocol):
-    """A growth rule for a tree. `nodes` and `depth` are hard limits; the methods may ask for less."""
-
-    @property
-    def nodes(self) -> int: ...
-
-    @property
-    def depth(self) -> int: ...
-
-    def go_on(self, scores: torch.Tensor, depth: int) -> bool:
-        """Whether to grow another level, given the scores [beams] of the level at `depth` (1 = first drafted)."""
-        ...
-
-    def size(self, scores: torch.Tensor) -> int:
-        """How many of the grown nodes to keep, given all their scores [n]."""
-        ...
-
-
-@dataclass(frozen=True)
-class FixedBudget:
-    """Always the same limits."""
-
-    nodes: int = 16
-    """Most nodes of a tree, the pending token not counted."""
-    depth: int = 20
-    """Most tokens on one path."""
-
-    def go_on(self, scores: torch.Tensor, depth: int) -> bool:
-        return depth < self.depth
-
-    def size(self, scores: torch.Tensor) -> int:
-        return min(self.nodes, scores.numel())
 
 
 class Drafter(Protocol):

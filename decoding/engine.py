@@ -18,7 +18,8 @@ from activations.cache import KVCache
 from activations.matching.match import Matches
 from activations.sites import Site
 from activations.target import Target
-from decoding.drafters import Budget, CopyDrafter, Drafter
+from decoding.budgets import Budget
+from decoding.drafters import CopyDrafter, Drafter
 from decoding.gates import Decision, Situation
 from decoding.modes import Plan
 from decoding.packing import tree_forward

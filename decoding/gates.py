@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from decoding.drafters import Budget, FixedBudget
+from decoding.budgets import Budget, FixedBudget
 
 if TYPE_CHECKING:
     from decoding.costs import CostTable

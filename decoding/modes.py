@@ -10,7 +10,8 @@ import torch
 
 from activations.matching.match import MatchConfig
 from activations.target import Target
-from decoding.drafters import CopyDrafter, Drafter, FixedBudget
+from decoding.budgets import FixedBudget, PricedBudget
+from decoding.drafters import CopyDrafter, Drafter
 from decoding.gates import COPY, Always, Choice, CostGate, Gate, MatchLengthGate, Never, ProbeGate
 from decoding.verifier import Verifier
 
@@ -69,6 +70,8 @@ class ModeSettings:
     """Most nodes of the neural drafter's tree."""
     neural_depth: int = 3
     """Most levels of the neural drafter's tree."""
+    neural_tree: str = "fixed"
+    """The neural drafter's tree: fixed (always that large), priced (as far as the cost table says it pays)."""
     tau: float | None = None
     """Copy intent from which the switch copies; by default the probe's own threshold."""
     gate: str = "probe"
@@ -85,6 +88,8 @@ class ModeSettings:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")
         if self.gate not in ("probe", "cost", "match"):
             raise ValueError(f"unknown gate {self.gate!r}: use probe, cost or match")
+        if self.neural_tree not in ("fixed", "priced"):
+            raise ValueError(f"unknown neural_tree {self.neural_tree!r}: use fixed or priced")
         if self.neural not in NEURAL:
             raise ValueError(f"unknown neural side {self.neural!r}: use {', '.join(NEURAL)}")
         if self.tau is not None and not (isinstance(self.tau, (int, float)) and 0 <= self.tau <= 1):
@@ -120,7 +125,15 @@ class Parts:
                 f"the neural side {s.neural!r} was asked for and {self.neural.name!r} is loaded: "
                 f"use neural={self.neural.name} or none"
             )
-        return Choice(self.neural.name, FixedBudget(s.neural_nodes, s.neural_depth))
+        if s.neural_tree == "fixed":
+            return Choice(self.neural.name, FixedBudget(s.neural_nodes, s.neural_depth))
+        costs = self.cost_table("neural_tree 'priced'", "neural_tree=fixed")
+        return Choice(self.neural.name, PricedBudget.of(costs, self.neural.name, s.neural_nodes, s.neural_depth))
+
+    def cost_table(self, what: str, instead: str) -> CostTable:
+        if self.costs is None:
+            raise DecodingError(f"{what} needs a cost table: run `switchsd profile`, or use {instead}")
+        return self.costs()
 
 
 @dataclass(frozen=True)
@@ -176,9 +189,8 @@ def _switchsd(parts: Parts) -> Plan:
             "train one (switchsd train), or use gate=match or mode copy"
         )
     if s.gate == "cost":
-        if parts.costs is None:
-            raise DecodingError("gate 'cost' needs a cost table: run `switchsd profile`, or use gate=probe")
-        return Plan(CostGate(parts.costs(), copy, neural), drafters, parts.probe)
+        costs = parts.cost_table("gate 'cost'", "gate=probe")
+        return Plan(CostGate(costs, copy, neural), drafters, parts.probe)
     tau = s.tau if s.tau is not None else parts.probe.config.threshold
     return Plan(ProbeGate(copy, neural, tau), drafters, parts.probe)
 

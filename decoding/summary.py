@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from probes.evaluation import Interval
+
 OVERALL = "overall"
 HEAVY = "copy-heavy"
 RESAMPLES = 2000
@@ -61,18 +63,6 @@ class Row:
     def from_dict(cls, record: dict[str, Any]) -> Row:
         drafts = {name: Drafts(**d) for name, d in record["drafts"].items()}
         return cls(**{**record, "drafts": drafts})
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A ratio and its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
 def speed(rows: Sequence[Row]) -> float:
@@ -129,7 +119,7 @@ def summarize(rows: Sequence[Row], modes: Sequence[str]) -> list[dict[str, Any]]
             record: dict[str, Any] = {"group": group, "mode": mode, "prompts": len(mine), **_numbers(mine)}
             for base in ("ar", "hf"):
                 if base in by_mode and mode != base:
-                    record[f"over_{base}"] = asdict(ratio(mine, [by_mode[base][k] for k in keys]))
+                    record[f"over_{base}"] = ratio(mine, [by_mode[base][k] for k in keys]).to_dict()
             out.append(record)
     return out
 
@@ -185,7 +175,7 @@ def _cell(value: Any, form: str) -> str:
     if value is None:
         return "–"
     if isinstance(value, dict):
-        return str(Interval(**value))
+        return format(Interval(**{k: float("nan") if v is None else v for k, v in value.items()}), ".2f")
     return format(value, form)
 
 

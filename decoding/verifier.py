@@ -99,9 +99,7 @@ class Verifier:
         packed = torch.stack([tokens, above, depths, starts[:, None] + depths]).to(device, non_blocking=True)
         tokens, above, depths, positions = packed.unbind(0)
         off_path = off_path.to(device, non_blocking=True)
-        chosen = _choose(logits.flatten(0, 1), [r for r in requests for _ in range(q)], positions.flatten()).view(
-            b, q
-        )
+        chosen = _choose(logits.flatten(0, 1), [r for r in requests for _ in range(q)], positions.flatten()).view(b, q)
         followed = chosen.gather(1, above) == tokens
         followed |= torch.arange(q, device=device) == 0
         accepted = (followed[:, None, :] | off_path).all(-1) & (depths > 0)
@@ -116,8 +114,6 @@ class Verifier:
         return verdicts
 
 
-def _choose(
-    logits: torch.Tensor, requests: Sequence[Request], positions: Sequence[int] | torch.Tensor
-) -> torch.Tensor:
+def _choose(logits: torch.Tensor, requests: Sequence[Request], positions: Sequence[int] | torch.Tensor) -> torch.Tensor:
     """The target's next tokens [N] for logits [N, V]."""
     return choose([r.sampling for r in requests], logits, [r.number for r in requests], positions)

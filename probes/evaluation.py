@@ -32,10 +32,13 @@ class Interval:
         """For JSON, which has no NaN."""
         return {k: v if np.isfinite(v) else None for k, v in asdict(self).items()}
 
-    def __str__(self) -> str:
+    def __format__(self, spec: str) -> str:
         if not np.isfinite(self.estimate):
             return "undefined"
-        return f"{self.estimate:.4f} [{self.lower:.4f}, {self.upper:.4f}]"
+        return f"{self.estimate:{spec}} [{self.lower:{spec}}, {self.upper:{spec}}]"
+
+    def __str__(self) -> str:
+        return format(self, ".4f")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Where probes and drafters are kept: shipped inside the packages, or made by the user and cached.
 
-    <package>/weights/<target>/...        shipped for an embedded target
-    <cache>/artifacts/<target>/...        made by `switchsd train`, and found first
+<package>/weights/<target>/...        shipped for an embedded target
+<cache>/artifacts/<target>/...        made by `switchsd train`, and found first
 """
 
 from __future__ import annotations

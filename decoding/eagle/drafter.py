@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from activations.sites import eagle_sites
 from activations.target import Target
-from decoding.drafters import Budget
+from decoding.budgets import Budget
 from decoding.eagle.head import EagleHead, HeadError, rms_norm, rotary
 from decoding.request import Request
 from decoding.tree import DraftTree
@@ -85,9 +85,7 @@ class EagleDrafter:
         old = [self._states[r] for r in requests]
         for request, row in zip(requests, rows, strict=True):
             source = old[row]
-            self._states[request] = _State(
-                source.keys.clone(), source.values.clone(), source.fed, list(source.waiting)
-            )
+            self._states[request] = _State(source.keys.clone(), source.values.clone(), source.fed, list(source.waiting))
 
     def close(self, request: Request) -> None:
         self._states.pop(request, None)
@@ -193,9 +191,7 @@ class EagleDrafter:
         x = self._enter(hidden, tokens)
         self._store(state, x, base + offset, torch.full((k,), position, device=tokens.device))
         committed = torch.ones(k, base, dtype=torch.bool, device=tokens.device)
-        return self._finish(
-            state, x, hidden, base + offset + k, position, torch.cat([committed, visible], dim=1)
-        )
+        return self._finish(state, x, hidden, base + offset + k, position, torch.cat([committed, visible], dim=1))
 
     def _enter(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         eps = self.config.rms_norm_eps

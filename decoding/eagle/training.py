@@ -58,6 +58,17 @@ class EagleTrainConfig:
     """How often the state of the run is saved."""
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("draft_vocabulary", "tokens", "batch_tokens", "steps", "validation_documents"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        for name in ("unrolled_share", "decay"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must lie in [0, 1]")
+        for name in ("learning_rate", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+
 
 @dataclass
 class Batch:
@@ -101,7 +112,7 @@ def initial_head(target: Target, tokens: torch.Tensor) -> EagleHead:
             getattr(mid.mlp, name).weight.copy_(getattr(block.mlp, name).weight)
         mid.hidden_norm.weight.copy_(block.input_layernorm.weight)
         mid.post_attention_layernorm.weight.copy_(block.post_attention_layernorm.weight)
-        head.norm.weight.copy_(target.backbone.norm.weight)
+        head.norm.weight.copy_(target.final_norm.weight)
         head.lm_head.weight.copy_(target.head.weight[tokens])
     head.set_vocabulary(tokens)
     return head
@@ -164,7 +175,7 @@ def unroll(
     width = head.config.hidden_size
     groups = head.config.num_attention_heads // head.config.num_key_value_heads
     with torch.no_grad():
-        normed = target.backbone.norm(batch.last)
+        normed = target.final_norm(batch.last)
         rows = target.head.weight[head.draft_tokens]
         embedding = target.embed(batch.pending)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated
 
@@ -29,13 +28,6 @@ def eagle(
     from decoding.eagle.training import train
     from switchsd.artifacts import cached
 
-    for name in ("draft_vocabulary", "tokens", "batch_tokens", "steps", "validation_documents"):
-        if getattr(config, name) < 1:
-            raise UsageError(f"{name} is {getattr(config, name)}; it must be 1 or more")
-    if not 0 <= config.unrolled_share <= 1:
-        raise UsageError(f"unrolled_share is {config.unrolled_share}; a share lies in [0, 1]")
-    if not 0 < config.learning_rate < math.inf:
-        raise UsageError(f"learning_rate is {config.learning_rate}; it must be above 0")
     if folder is not None:
         check_folder(folder)
     for store in stores:  # a wrong one is told before the model is loaded

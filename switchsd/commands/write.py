@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from activations.corpus import read_prompts
+from activations.corpus import load_corpus, read_prompts
 from activations.selftext import SelfTextConfig
 from switchsd.options import UsageError, check_folder
 from switchsd.show import AsJson, as_json, bar, notes, out
@@ -21,6 +21,12 @@ def write(
         list[Path] | None,
         typer.Option(help="A benchmark file; documents that share 13 words in a row with it are dropped. Repeatable."),
     ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Prompts as JSONL to answer, again and again; by default tasks and chats.")
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(help="Answer this part of the embedded prompts: train or validation.")
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Let the target write bulk text, with its states, for training drafters."""
@@ -28,13 +34,13 @@ def write(
     from activations.store import CaptureStore
     from activations.target import load_target
 
-    for name in ("tokens", "max_new_tokens", "max_prompt_tokens", "passage_words", "rows", "shard_documents"):
-        if getattr(config, name) < 1:
-            raise UsageError(f"{name} is {getattr(config, name)}; it must be 1 or more")
-    for name in ("greedy", "own_turns"):
-        if not 0 <= getattr(config, name) <= 1:
-            raise UsageError(f"{name} is {getattr(config, name)}; a share lies in [0, 1]")
+    if prompts is not None and split is not None:
+        raise UsageError("--split is about the embedded prompts: leave it out, or leave --prompts out")
     check_folder(store)
+    try:
+        chosen = read_prompts(prompts) if prompts else load_corpus(split) if split else []
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     for path in benchmark or ():
         if not path.is_file():
             raise UsageError(f"no such benchmark file: {path}")
@@ -45,7 +51,7 @@ def write(
         raise UsageError(f"{target} has no chat template, and so cannot write a user's turns: choose a chat model")
     try:
         with bar("writing tokens", config.tokens) as progress:
-            for total in selftext.write(model, store, config, benchmark or ()):
+            for total in selftext.write(model, store, config, benchmark or (), chosen):
                 progress.to(min(total, config.tokens))
     except KeyboardInterrupt:
         notes.print(f"\nstopped; run the same command again to go on from the last whole shard in {store}")

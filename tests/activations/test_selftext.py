@@ -13,10 +13,13 @@ import pytest
 import torch
 
 from activations.cache import KVCache
-from activations.selftext import SelfTextConfig, benchmark_ngrams, chat_frame, word_ngrams, write
+from activations.corpus import Prompt
+from activations.generation import Request, complete
+from activations.sampling import Sampling
+from activations.selftext import Conversation, SelfTextConfig, benchmark_ngrams, chat_frame, word_ngrams, write
 from activations.store import CaptureStore, StoreError
 from activations.target import Target
-from activations.tasks import functions, task
+from activations.tasks import documentation, functions, task, whole_words
 
 STOP = 63
 TEMPLATE = (
@@ -92,12 +95,57 @@ def test_benchmark_text_is_dropped_and_counted(chatting: Target, tmp_path: Path)
     assert sum(s["contaminated"] for s in CaptureStore.open(tmp_path / "text").shards) == 3
 
 
+def test_prompts_of_the_user_are_answered_in_turn(chatting: Target, tmp_path: Path) -> None:
+    prompts = [
+        Prompt(str(i), "user", str(i), None, None, ({"role": "user", "content": "x" * (i + 1)},)) for i in range(3)
+    ]
+    config = SelfTextConfig(tokens=250, max_new_tokens=12, rows=2, shard_documents=4)
+    list(write(chatting, tmp_path / "text", config, prompts=prompts))
+    store = CaptureStore.open(tmp_path / "text")
+    answers: dict[int, list[list[int]]] = {0: [], 1: [], 2: []}
+    for number in sorted(d for shard in store.shards for d in shard["documents"]):
+        rows, _ = store.document(number)
+        prompt = chatting.encode_messages(prompts[(number - 1) % 3].messages)
+        ids = [*rows["token"].tolist(), int(rows["pending"][-1])]
+        assert ids[: len(prompt)] == prompt
+        assert rows["loss_mask"].tolist() == [i >= len(prompt) - 1 for i in range(len(ids) - 1)]
+        answers[(number - 1) % 3].append(ids[len(prompt) :])
+    assert all(len(found) > 2 for found in answers.values())
+    for i, found in answers.items():  # the first answer is greedy, the later ones differ
+        greedy = Request(0, chatting.encode_messages(prompts[i].messages), 12, Sampling())
+        assert found[0] == next(iter(complete(chatting, [greedy], rows=1))).tokens
+    assert any(found[1] != found[0] for found in answers.values())
+    with pytest.raises(StoreError, match="prompts differ"):
+        next(write(chatting, tmp_path / "text", config, prompts=prompts[:2]))
+
+
+def test_a_run_that_cannot_end_says_so(chatting: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("activations.selftext.FUTILE", 12)
+    text = " ".join(f"w{i}" for i in range(20))
+    file = tmp_path / "bench.jsonl"
+    file.write_text(json.dumps({"turns": [text]}) + "\n")
+    chatting.decode = lambda ids, *a: text  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="12 documents share 13 words with the benchmark files, and only 0 do not"):
+        list(write(chatting, tmp_path / "text", CONFIG, [file]))
+    tasks = SelfTextConfig(tokens=300, max_prompt_tokens=1, own_turns=0.0)
+    with pytest.raises(ValueError, match="no task prompt fits into max_prompt_tokens = 1"):
+        Conversation(chatting, tasks, (["Some passage."], set())).next_request()
+
+
+@pytest.mark.parametrize(("name", "value"), [("tokens", 0), ("rows", -1), ("greedy", 1.5), ("own_turns", -0.1)])
+def test_settings_are_checked(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} is {value}"):
+        SelfTextConfig(**{name: value})  # type: ignore[arg-type]
+
+
 def test_tasks_are_prompts_of_every_kind() -> None:
     draw = random.Random(0)
     passages = ["The first sentence is here. The second one follows it. " * 4, "Another short text. It ends."]
-    made = [task(draw, passages, 30) for _ in range(300)]
+    vocabulary = whole_words(["Ġhouse", "Ġgarden", "ĠPeru", "ĠChopin", "Ġa", "ĠDNAx", "x", "Ġstraße"])
+    assert vocabulary == (["Chopin", "Peru"], ["garden", "house"])
+    made = [task(draw, passages, 30, vocabulary) for _ in range(400)]
     kinds, counts = np.unique([kind for _, kind in made], return_counts=True)
-    assert list(kinds) == ["code", "math", "passage", "question", "translation"] and counts.min() > 10
+    assert list(kinds) == ["code", "math", "passage", "question", "translation", "words"] and counts.min() > 10
     assert len({text for text, _ in made}) > 200
-    assert all("{" not in text for text, kind in made if kind in ("math", "question", "translation"))
-    assert len(functions()) > 100
+    assert all("{" not in text for text, kind in made if kind not in ("passage", "code"))
+    assert len(functions()) > 100 and len(documentation()) > 100

@@ -86,9 +86,7 @@ def test_other_settings_are_measured_anew_and_only_where_they_matter(decoder: De
     assert {r.mode for r in kappa.rows} == {"hf", "hf-lookup", "ar"}
 
 
-def test_the_order_of_the_modes_rotates(
-    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_order_of_the_modes_rotates(decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, str]] = []
 
     def fake(decoder: Decoder, mode: str, prompt: SuitePrompt, max_new_tokens: int) -> Row:

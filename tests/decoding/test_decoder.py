@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from activations.sampling import Sampling
 from activations.target import Target, TargetError
+from decoding.budgets import Budget
 from decoding.decoder import Decoder, Event, Generation
-from decoding.drafters import Budget
 from decoding.modes import MODES, DecodingError, ModeSettings
 from decoding.request import Request
 from decoding.tree import DraftTree

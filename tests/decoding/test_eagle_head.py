@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from activations.target import Target
-from decoding.drafters import FixedBudget
+from decoding.budgets import FixedBudget
 from decoding.eagle.drafter import EagleDrafter
 from decoding.eagle.head import EagleHead, HeadConfig, HeadError, load_head
 from decoding.request import Request
@@ -63,8 +63,13 @@ def reference_outputs(
 
 
 def reference_tree(
-    head: EagleHead, embed: torch.nn.Module, features: torch.Tensor, tokens: list[int],
-    top_k: int, nodes: int, depth: int,
+    head: EagleHead,
+    embed: torch.nn.Module,
+    features: torch.Tensor,
+    tokens: list[int],
+    top_k: int,
+    nodes: int,
+    depth: int,
 ) -> list[tuple[tuple[int, ...], float]]:
     """The chosen nodes as (path of tokens, log-probability), best cumulative score first among all that are grown."""
     grown: list[tuple[tuple[int, ...], float, float]] = []
@@ -84,9 +89,7 @@ def reference_tree(
 
 
 def paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
-    return {
-        tuple(tree.tokens[j] for j in line): tree.logq[i] for i, line in enumerate(tree.ancestors)
-    }
+    return {tuple(tree.tokens[j] for j in line): tree.logq[i] for i, line in enumerate(tree.ancestors)}
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -145,3 +145,12 @@ def test_training_learns_resumes_and_saves(store: Path, tmp_path: Path, small_ta
     before = evaluate(initial_head(target, tokens), target, trained_on, config)["agreement"]
     after = evaluate(head, target, trained_on, config)["agreement"]
     assert all(b > a + 0.1 for a, b in zip(before, after, strict=True)), (before, after)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tokens", 0), ("steps", -1), ("unrolled_share", 1.5), ("learning_rate", float("nan")), ("clip", 0.0)],
+)
+def test_settings_are_checked(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} is {value}"):
+        EagleTrainConfig(**{name: value})  # type: ignore[arg-type]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from decoding.budgets import FixedBudget
 from decoding.costs import CostTable
-from decoding.drafters import FixedBudget
 from decoding.gates import Always, Choice, CostGate, CostGateConfig, MatchLengthGate, Never, ProbeGate, Situation
 from decoding.trace import StepRecord
 

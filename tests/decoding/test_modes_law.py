@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from activations import attention
 from activations.target import Target
+from decoding.budgets import Budget
 from decoding.decoder import Decoder
-from decoding.drafters import Budget
 from decoding.modes import ModeSettings
 from decoding.request import Request
 from decoding.tree import DraftTree

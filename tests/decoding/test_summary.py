@@ -29,14 +29,14 @@ def test_ratio_is_that_of_totals_and_its_interval_that_of_a_plain_bootstrap(pair
     a = [row(str(i), "a", n, s) for i, (n, s) in enumerate(pairs)]
     b = [row(str(i), "b", n + i, s / (1 + i)) for i, (n, s) in enumerate(pairs)]
     found = ratio(a, b, seed=seed, resamples=50)
-    assert found.value == pytest.approx(speed(a) / speed(b))
+    assert found.estimate == pytest.approx(speed(a) / speed(b))
     draws = np.random.default_rng(seed).multinomial(len(a), np.full(len(a), 1 / len(a)), size=50)
     values = []
     for counts in draws:
         index = [i for i, c in enumerate(counts) for _ in range(c)]
         values.append(speed([a[i] for i in index]) / speed([b[i] for i in index]))
     low, high = np.percentile(values, [2.5, 97.5])
-    assert (found.low, found.high) == (pytest.approx(low), pytest.approx(high))
+    assert (found.lower, found.upper) == (pytest.approx(low), pytest.approx(high))
 
 
 def test_ratio_pairs_prompts() -> None:
@@ -44,7 +44,7 @@ def test_ratio_pairs_prompts() -> None:
     a = [row(str(i), "a", 10 * (i + 1), 1.0) for i in range(6)]
     b = [row(str(i), "b", 5 * (i + 1), 1.0) for i in range(6)]
     found = ratio(a, b)
-    assert (found.value, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
+    assert (found.estimate, found.lower, found.upper) == pytest.approx((2.0, 2.0, 2.0))
     with pytest.raises(ValueError, match="same prompts"):
         ratio(a, b[:3])
 
@@ -76,9 +76,9 @@ def test_summary_counts_only_prompts_that_every_mode_finished() -> None:
     assert overall["tokens_per_step"] == pytest.approx(20 / 7)
     assert overall["accepted_length"] == pytest.approx(13 / 4)
     assert overall["copy_steps"] == pytest.approx(4 / 7)
-    assert overall["over_ar"]["value"] == pytest.approx(2 / 0.75)
+    assert overall["over_ar"]["estimate"] == pytest.approx(2 / 0.75)
     assert records[OVERALL, "ar"]["accepted_length"] is None
-    assert records[HEAVY, "copy"]["over_ar"]["value"] == pytest.approx(4.0)
+    assert records[HEAVY, "copy"]["over_ar"]["estimate"] == pytest.approx(4.0)
 
 
 def test_gate_quality_compares_the_same_prompts() -> None:
