@@ -12,7 +12,7 @@ from decoding.bench import Bench, BenchConfig, unequal
 from decoding.modes import ModeSettings, get_mode
 from decoding.suite import load_suite
 from decoding.summary import COLUMNS, HEAVY, OVERALL, table_cells
-from switchsd.loading import AUTO, load
+from switchsd.loading import AUTO, LoadConfig, load
 from switchsd.options import check_folder
 from switchsd.show import AsJson, as_json, bar, notes, out, table
 
@@ -20,6 +20,7 @@ from switchsd.show import AsJson, as_json, bar, notes, out, table
 def bench(
     config: BenchConfig,
     settings: ModeSettings,
+    loading: LoadConfig,
     suite: Annotated[
         list[Path] | None,
         typer.Option(help="Prompts as JSONL, in Spec-Bench's format for example. Repeatable; default: embedded ones."),
@@ -30,7 +31,6 @@ def bench(
     target: Annotated[str, typer.Option(help="An alias, a hub id or a folder.")] = "smollm2",
     probe: Annotated[str, typer.Option(help="Folder, shipped name or hub id of a probe; auto: one that fits.")] = AUTO,
     drafter: Annotated[str, typer.Option(help="Folder of an EAGLE-3 head; auto: one that fits.")] = AUTO,
-    dtype: Annotated[str, typer.Option(help="auto (bfloat16), bfloat16, float16 or float32.")] = "auto",
     json: AsJson = False,
 ) -> None:
     """Compare modes on prompts, beside Hugging Face generate."""
@@ -39,7 +39,7 @@ def bench(
     check_folder(folder)
     prompts = load_suite(suite or (), config.limit)
     with bar(f"loading {target}"):
-        decoder = load(target, probe, drafter, dtype=dtype, **asdict(settings))
+        decoder = load(target, probe, drafter, **asdict(loading), **asdict(settings))
         run = Bench(decoder, prompts, config, folder)
     if run.done:
         notes.print(f"{run.done} of {run.total} rows are there already: going on")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from activations.capture import CaptureConfig
 from activations.corpus import Skipped, load_corpus, read_prompts
+from switchsd.loading import LoadConfig
 from switchsd.options import UsageError, check_folder
 from switchsd.show import AsJson, as_json, bar, notes, out
 
@@ -16,6 +18,7 @@ from switchsd.show import AsJson, as_json, bar, notes, out
 def capture(
     store: Annotated[Path, typer.Argument(help="The folder to write; an interrupted capture there is continued.")],
     config: CaptureConfig,
+    loading: LoadConfig,
     target: Annotated[str, typer.Option(help="An alias, a hub id or a folder.")] = "smollm2",
     prompts: Annotated[
         str | None,
@@ -25,7 +28,6 @@ def capture(
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out prompts that cannot be read.")] = False,
     split: Annotated[str | None, typer.Option(help="Part of the embedded prompts: train or validation.")] = None,
     limit: Annotated[int, typer.Option(help="Only so many prompts, evenly spread; 0 = all.")] = 0,
-    dtype: Annotated[str, typer.Option(help="auto (bfloat16), bfloat16, float16 or float32.")] = "auto",
     json: AsJson = False,
 ) -> None:
     """Store hidden states and copy labels of a target's own text."""
@@ -52,7 +54,7 @@ def capture(
     if 0 < limit < len(chosen):
         chosen = [chosen[i * len(chosen) // limit] for i in range(limit)]
     with bar(f"loading {target}"):
-        model = load_target(target, dtype=dtype)
+        model = load_target(target, **asdict(loading))
     try:
         size = estimate_bytes(model, chosen, config)
     except ValueError as error:  # an unknown site

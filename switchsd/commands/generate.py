@@ -13,7 +13,7 @@ import typer
 from rich.text import Text
 
 from decoding.modes import MODES, ModeSettings
-from switchsd.loading import AUTO, load
+from switchsd.loading import AUTO, LoadConfig, load
 from switchsd.options import UsageError, check_output
 from switchsd.show import AsJson, as_json, bar, colour, notes, out
 
@@ -22,6 +22,7 @@ WHO = {"target": "the target itself", "copy": "copied", "eagle": "EAGLE-3 head"}
 
 def generate(
     settings: ModeSettings,
+    loading: LoadConfig,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; without one, standard input is read.")] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
@@ -35,7 +36,6 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends the generation. Repeatable.")] = None,
     probe: Annotated[str, typer.Option(help="Folder, shipped name or hub id of a probe; auto: one that fits.")] = AUTO,
     drafter: Annotated[str, typer.Option(help="Folder of an EAGLE-3 head; auto: one that fits.")] = AUTO,
-    dtype: Annotated[str, typer.Option(help="auto (bfloat16), bfloat16, float16 or float32.")] = "auto",
     trace: Annotated[Path | None, typer.Option(help="Write one record a step to this Parquet file.")] = None,
     json: AsJson = False,
 ) -> None:
@@ -47,7 +47,7 @@ def generate(
     text = read_prompt(prompt, file)
     messages = [{"role": "system", "content": system}, {"role": "user", "content": text}] if system else text
     with bar(f"loading {target}"):
-        decoder = load(target, probe, drafter, dtype=dtype, **asdict(settings))
+        decoder = load(target, probe, drafter, **asdict(loading), **asdict(settings))
     options: dict[str, Any] = {
         "mode": mode, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k,
         "seed": seed, "stop": stop or (),

@@ -10,16 +10,16 @@ from typing import Annotated
 import typer
 
 from decoding.costs import costs_file, measure
-from switchsd.loading import AUTO, load
+from switchsd.loading import AUTO, LoadConfig, load
 from switchsd.options import UsageError, check_output
 from switchsd.show import AsJson, as_json, bar, out, table
 
 
 def profile(
+    loading: LoadConfig,
     target: Annotated[str, typer.Argument(help="An alias, a hub id or a folder.")] = "smollm2",
     file: Annotated[Path | None, typer.Option("--out", help="Where to write costs.json; by default the cache.")] = None,
     seconds: Annotated[float, typer.Option(help="Time to spend.")] = 20.0,
-    dtype: Annotated[str, typer.Option(help="auto (bfloat16), bfloat16, float16 or float32.")] = "auto",
     json: AsJson = False,
 ) -> None:
     """Measure what each part of a step costs on this machine."""
@@ -28,7 +28,7 @@ def profile(
     if file is not None:
         check_output(file)
     with bar(f"loading {target}"):
-        decoder = load(target, AUTO, AUTO, dtype=dtype)
+        decoder = load(target, AUTO, AUTO, **asdict(loading))
     with bar(f"measuring for about {seconds:.0f} s"):
         costs = measure(decoder.target, decoder.neural, decoder.probe, seconds)
     where = file or costs_file(decoder.target, decoder.neural)

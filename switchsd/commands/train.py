@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from decoding.eagle.training import EagleTrainConfig
 from probes.train import TrainConfig
+from switchsd.loading import LoadConfig
 from switchsd.options import UsageError, check_folder
 from switchsd.show import AsJson, as_json, bar, notes, out, table
 
@@ -16,6 +18,7 @@ from switchsd.show import AsJson, as_json, bar, notes, out, table
 def eagle(
     stores: Annotated[list[Path], typer.Argument(help="Capture stores, as `switchsd write` makes them.")],
     config: EagleTrainConfig,
+    loading: LoadConfig,
     target: Annotated[str, typer.Option(help="An alias, a hub id or a folder.")] = "smollm2",
     folder: Annotated[
         Path | None, typer.Option("--out", help="Where the head goes; by default where `generate` finds it.")
@@ -37,7 +40,7 @@ def eagle(
         with bar(f"checking {store}"):
             opened.verify()
     with bar(f"loading {target}"):
-        model = load_target(target)
+        model = load_target(target, **asdict(loading))
     for store in stores:
         difference = model.fingerprint.mismatch(Fingerprint(**CaptureStore.open(store).manifest["target"]))
         if difference:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from activations.corpus import load_corpus, read_prompts
 from activations.selftext import SelfTextConfig
+from switchsd.loading import LoadConfig
 from switchsd.options import UsageError, check_folder
 from switchsd.show import AsJson, as_json, bar, notes, out
 
@@ -16,6 +18,7 @@ from switchsd.show import AsJson, as_json, bar, notes, out
 def write(
     store: Annotated[Path, typer.Argument(help="The capture store to write; an existing one is continued.")],
     config: SelfTextConfig,
+    loading: LoadConfig,
     target: Annotated[str, typer.Option(help="An alias, a hub id or a folder.")] = "smollm2",
     benchmark: Annotated[
         list[Path] | None,
@@ -46,7 +49,7 @@ def write(
             raise UsageError(f"no such benchmark file: {path}")
         read_prompts(path)  # checks it, line by line
     with bar(f"loading {target}"):
-        model = load_target(target)
+        model = load_target(target, **asdict(loading))
     if not model.tokenizer.chat_template:
         raise UsageError(f"{target} has no chat template, and so cannot write a user's turns: choose a chat model")
     try:
