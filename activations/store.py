@@ -130,7 +130,10 @@ class CaptureStore:
         root = Path(folder)
         file = root / "manifest.json"
         if not file.is_file():
-            raise StoreError(f"{root} is no capture store (manifest.json is missing): make one with `switchsd capture`")
+            raise StoreError(
+                f"{root} is no capture store (manifest.json is missing): make one with `switchsd capture` (for a "
+                "probe) or `switchsd write` (for a head)"
+            )
         try:
             manifest = json.loads(file.read_text(encoding="utf-8"))
             version = manifest["version"]

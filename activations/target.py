@@ -29,6 +29,9 @@ from activations.structure import Structure, find_blocks, read_structure
 attention.register()
 
 
+ROLES = ("system", "user", "assistant", "tool", "developer")
+
+
 class TargetError(Exception):
     """A target that cannot be loaded or cannot be used this way. The message says what to do."""
 
@@ -178,6 +181,8 @@ class Target:
                         f"{m!r} is no chat message: each needs a 'role' and a 'content' that are texts "
                         "(token ids are plain integers)"
                     )
+                if m["role"] not in ROLES:
+                    raise TargetError(f"a chat message has role {m['role']!r}: use one of {', '.join(ROLES)}")
             ids = self._chat([dict(m) for m in prompt if isinstance(m, Mapping)])
         if not ids:
             raise TargetError("the prompt is empty: give it some text")

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from activations.corpus import load_corpus
+from activations.corpus import load_corpus, prompts_hash
 from activations.labels import LabelConfig, follow_rows
 from activations.store import CaptureStore
 from decoding.budgets import FixedBudget
@@ -66,6 +66,10 @@ class Relabelled:
         self.manifest = {**store.manifest, "config": {**store.manifest["config"], "labels": labels}}
         self.sites = store.sites
         old, prompts = store.rows(), load_corpus()
+        if store.manifest.get("prompts") != prompts_hash(prompts):  # documents are numbers of prompts
+            raise SystemExit(
+                f"{store.folder} was not captured from the whole embedded corpus as it is now: do so first"
+            )
         config = LabelConfig(kappa=kappa, depth=depth)
         parts = []
         for number in np.unique(old["document"]):

@@ -177,7 +177,10 @@ class Decoder:
         known = [f.name for f in fields(ModeSettings)]
         for name in settings:
             if name not in known:
-                raise DecodingError(f"unknown option {name!r}: settings of the modes are {', '.join(known)}")
+                raise DecodingError(
+                    f"unknown option {name!r}: there are max_new_tokens, temperature, top_p, top_k, seed, stop, and "
+                    f"the settings of the modes, {', '.join(known)}"
+                )
         try:
             sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
             chosen = replace(self.settings, **settings)

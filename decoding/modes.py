@@ -61,7 +61,7 @@ class ModeSettings:
     kappa: int | None = None
     """Shortest suffix match that is copied from; by default the one that the probe was chosen for, or 5."""
     candidates: int = 10
-    """Most copy candidates, the most recent first."""
+    """Most copy candidates; where there are more, the most recent ones."""
     depth: int = 20
     """Most tokens of a copy candidate."""
     copy_nodes: int = 12
@@ -77,7 +77,7 @@ class ModeSettings:
     gate: str = "probe"
     """Gate of `switchsd`: probe (SwitchSD's rule), cost (expected tokens per millisecond), match (no probe)."""
     neural: str = "eagle"
-    """Neural side: eagle, draft or none."""
+    """Neural side: eagle or none (draft, a small draft model, is not yet available)."""
 
     def __post_init__(self) -> None:
         for name in ("kappa", "candidates", "depth", "copy_nodes", "neural_nodes", "neural_depth"):
@@ -170,8 +170,8 @@ def _eagle(parts: Parts) -> Plan:
     choice = parts.neural_choice()
     if choice is None or parts.neural is None:
         raise DecodingError(
-            f"mode 'eagle' needs an EAGLE head for {parts.target.name}, and none is loaded: "
-            "give one (drafter=...), or use mode copy, switchsd or ar"
+            f"mode 'eagle' needs an EAGLE head for {parts.target.name}, and none is in use: "
+            "name one as the drafter (and leave neural at eagle), or use mode copy, switchsd or ar"
         )
     return Plan(Always(choice), (parts.neural,))
 

@@ -88,6 +88,8 @@ def ratio(rows: Sequence[Row], base: Sequence[Row], seed: int = 0, resamples: in
             result: np.ndarray = (sums[..., 0] / sums[..., 1]) / (sums[..., 2] / sums[..., 3])
         return result
 
+    if len(columns) == 1:
+        return Interval(float(of(columns.sum(0))), float("nan"), float("nan"))
     low, high = np.nanpercentile(of(times @ columns), [2.5, 97.5])
     return Interval(float(of(columns.sum(0))), float(low), float(high))
 

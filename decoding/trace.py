@@ -81,6 +81,8 @@ class Trace:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a Parquet file, whole or not at all."""
+        if Path(path).suffix in (".csv", ".json", ".jsonl"):
+            raise ValueError(f"a trace is a Parquet file: name {Path(path).name} {Path(path).stem}.parquet instead")
         import pyarrow as pa
         import pyarrow.parquet as pq
 

@@ -35,6 +35,8 @@ class Interval:
     def __format__(self, spec: str) -> str:
         if not np.isfinite(self.estimate):
             return "undefined"
+        if not np.isfinite(self.lower):  # one document or prompt has no spread
+            return format(self.estimate, spec)
         return f"{self.estimate:{spec}} [{self.lower:{spec}}, {self.upper:{spec}}]"
 
     def __str__(self) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from activations.target import Target
     from decoding.decoder import Decoder
     from decoding.eagle.drafter import EagleDrafter
+    from decoding.modes import ModeSettings
     from probes.artifact import Probe
     from switchsd.artifacts import Kind
 
@@ -58,7 +60,11 @@ def load(
     try:
         chosen = ModeSettings(neural=neural, **settings)
     except TypeError as error:
-        raise ValueError(f"unknown setting: {error}") from error
+        known = ", ".join(field.name for field in fields(ModeSettings))
+        raise ValueError(
+            f"unknown setting in {', '.join(settings)}: there are {known} (mode, max_new_tokens and the like belong to "
+            "generate)"
+        ) from error
     how: dict[str, Any] = {"dtype": dtype, "device": device, "device_map": device_map, "quantization": quantization}
     loaded = target if isinstance(target, Target) else load_target(target, **how)
     return Decoder(
@@ -112,3 +118,14 @@ def made_for(folder: Path) -> Any:
         return config.get("switchsd", config).get("target")
     except (OSError, ValueError, AttributeError):
         return None
+
+
+def measure_costs(decoder: Decoder, settings: ModeSettings, columns: Iterable[str] = ()) -> None:
+    """Have the cost table ready, and say what takes so long the first time, where settings or columns of a benchmark
+    read it."""
+    from switchsd.show import bar
+
+    wanted = [f"gate={settings.gate}", f"neural_tree={settings.neural_tree}", *columns]
+    if any("gate=cost" in text or "neural_tree=priced" in text for text in wanted):
+        with bar("measuring what a step costs (once, about 20 s)"):
+            decoder.costs()

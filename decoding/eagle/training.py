@@ -262,7 +262,8 @@ def train(
 ) -> Iterator[dict[str, object]]:
     """Train a head on capture stores (selection `all`) and save it in `folder`; yields a record now and then.
 
-    The run's state is kept in `folder/run` and is continued when the same command is given again.
+    A store that is given several times counts as often in every pass. The run's state is kept in `folder/run` and is
+    continued when the same command is given again, with more stores or rows as well.
     """
     sites = [*eagle_sites(target.blocks), last_site(target.blocks)]
     opened = [CaptureStore.open(s) for s in stores]
@@ -291,7 +292,7 @@ def train(
         random_.shuffle(order)
         for which, shard in order:
             docs = documents(opened[which], shard, sites)
-            if (which, shard) == (0, 0):
+            if (stores[which], shard) == (stores[0], 0):
                 docs = docs[config.validation_documents :]
             ready = list(batches(docs, config.batch_tokens))
             random_.shuffle(ready)
@@ -328,6 +329,15 @@ def train(
                 yield record
             if state["rows"] >= config.tokens:
                 break
+    text = [
+        {
+            "store": store.folder.name,
+            "times": stores.count(path),
+            "written": sum(s["written"] for s in store.shards),
+            "contaminated": sum(s.get("contaminated", 0) for s in store.shards),
+        }
+        for path, store in dict(zip(stores, opened, strict=True)).items()
+    ]
     head.save(folder, switchsd={"target": target.fingerprint.to_dict(), "sites": sites[:3], "config": asdict(config)})
     write_json(
         folder / "training.json",
@@ -336,8 +346,9 @@ def train(
             "coverage": state["coverage"],
             "updates": state["updates"],
             "result": evaluate(head, target, held_out, config),
-            "written_tokens": sum(s["written"] for store in opened for s in store.shards),
-            "dropped_as_contaminated": sum(s.get("contaminated", 0) for store in opened for s in store.shards),
+            "text": text,
+            "written_tokens": sum(t["written"] for t in text),
+            "dropped_as_contaminated": sum(t["contaminated"] for t in text),
             "log": [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()],
             "provenance": provenance(seed=config.seed),
         },

@@ -12,7 +12,7 @@ from decoding.bench import Bench, BenchConfig, unequal
 from decoding.modes import ModeSettings, get_mode
 from decoding.suite import load_suite
 from decoding.summary import COLUMNS, HEAVY, OVERALL, table_cells
-from switchsd.loading import AUTO, LoadConfig, load
+from switchsd.loading import AUTO, LoadConfig, load, measure_costs
 from switchsd.options import check_folder
 from switchsd.show import AsJson, as_json, bar, notes, out, table
 
@@ -41,6 +41,7 @@ def bench(
     with bar(f"loading {target}"):
         decoder = load(target, probe, drafter, **asdict(loading), **asdict(settings))
         run = Bench(decoder, prompts, config, folder)
+    measure_costs(decoder, settings, config.modes)
     if run.done:
         notes.print(f"{run.done} of {run.total} rows are there already: going on")
     try:
@@ -62,6 +63,10 @@ def bench(
             if rows:
                 heads = ["mode", *(head for _, head, _ in COLUMNS)]
                 out.print(table(heads, rows, title=f"{group}, {result['settings']['target']}"))
+        for mode, same in result["equality"]["modes"].items():
+            ties = f", {same['near_ties']} of the others first differ at a near-tie" if same["different"] else ""
+            equal = same["prompts"] - same["different"]
+            out.print(f"{mode}: {equal} of {same['prompts']} texts are {result['equality']['reference']}'s{ties}")
         out.print(f"All groups: {folder / 'table.md'}, {folder / 'result.json'}, {folder / 'plot.png'}")
     wrong = unequal(result)
     if wrong:

@@ -73,7 +73,7 @@ def _demo(name: str, folder: Path, max_new_tokens: int, json: bool) -> None:
     areas = {scope: area for scope, area in found_auc.items() if not math.isnan(area.estimate)}
     notes.print(f"best site {probe.config.site}, threshold {probe.config.threshold:.2f}; AUC on prompts it never saw:")
     for scope, area in areas.items():
-        notes.print(f"  {'every anchor' if scope == 'all' else 'anchors with a suffix match'}: {area}")
+        notes.print(f"  {'every anchor' if scope == 'all' else 'anchors with a suffix match'}: {area:.3f}")
 
     decoder = load(target, probe)
     modes = [m for m in MODES if m != "eagle" or decoder.neural is not None]

@@ -13,7 +13,7 @@ import typer
 from rich.text import Text
 
 from decoding.modes import MODES, ModeSettings
-from switchsd.loading import AUTO, LoadConfig, load
+from switchsd.loading import AUTO, LoadConfig, load, measure_costs
 from switchsd.options import UsageError, check_output
 from switchsd.show import AsJson, as_json, bar, colour, notes, out
 
@@ -48,6 +48,7 @@ def generate(
     messages = [{"role": "system", "content": system}, {"role": "user", "content": text}] if system else text
     with bar(f"loading {target}"):
         decoder = load(target, probe, drafter, **asdict(loading), **asdict(settings))
+    measure_costs(decoder, settings)
     options: dict[str, Any] = {
         "mode": mode, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k,
         "seed": seed, "stop": stop or (),
@@ -117,7 +118,8 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         try:
             return file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"cannot read the prompt from {file}: {error}") from error
+            why = error.strerror.lower() if isinstance(error, OSError) and error.strerror else error
+            raise UsageError(f"cannot read the prompt from {file}: {why}") from error
     if prompt is None or prompt == "-":
         if sys.stdin is None or sys.stdin.isatty():
             raise UsageError('no prompt: switchsd generate "your prompt", or --file, or standard input')

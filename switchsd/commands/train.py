@@ -16,7 +16,9 @@ from switchsd.show import AsJson, as_json, bar, notes, out, table
 
 
 def eagle(
-    stores: Annotated[list[Path], typer.Argument(help="Capture stores, as `switchsd write` makes them.")],
+    stores: Annotated[
+        list[Path], typer.Argument(help="Capture stores, as `switchsd write` makes them; one given twice counts twice.")
+    ],
     config: EagleTrainConfig,
     loading: LoadConfig,
     target: Annotated[str, typer.Option(help="An alias, a hub id or a folder.")] = "smollm2",
@@ -107,6 +109,13 @@ def probe(
             title = f"test part, {text}: {found[0][1].rows} rows, base rate {found[0][1].base_rate.estimate:.3f}"
             out.print(table(["score", "AUC [95 %]", "average precision [95 %]"], rows, title=title))
     out.print(f"Probes and all tables: {where}")
+    if folder is None:
+        notes.print(
+            f"`generate` and `bench` take {where / 'best'} from now on: delete {where} to go back to a shipped probe"
+        )
+    best = result.evaluations.get("best", {})
+    if any(e.roc_auc.lower <= 0.5 for e in best.values()):
+        notes.print("[bold]This probe is not shown to be better than chance:[/bold] capture more text")
 
 
 SUBCOMMANDS = (probe, eagle)

@@ -70,4 +70,6 @@ def write(
         as_json(found)
         return
     out.print(f"{store}: {found['documents']} documents, {found['tokens']} tokens written by {target}")
-    out.print(f"{found['contaminated']} more were dropped: they share 13 words in a row with a benchmark file")
+    if benchmark:
+        out.print(f"{found['contaminated']} more were dropped: they share 13 words in a row with a benchmark file")
+    out.print(f"Next: switchsd train eagle {store}")
