@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from activations.labels import LabelConfig, follow_rows
 from activations.provenance import provenance
 from activations.sampling import Sampling
 from activations.sites import eagle_sites, last_site
-from activations.store import ROW_BYTES, CaptureStore, StoreWriter, check_space, text_rows
+from activations.store import ROW_BYTES, CaptureStore, Rows, States, StoreWriter, check_space, text_rows
 from activations.target import Target, TargetError
 
 SELECTIONS = ("anchors", "matches", "every", "all")
@@ -102,18 +103,46 @@ def _most_rows(prompt_length: int, target: Target, config: CaptureConfig) -> int
     return anchors + (prompt_length - 1 if config.selection == "all" else 0)
 
 
+@dataclass(frozen=True)
+class Work:
+    """The documents of one shard."""
+
+    first: int
+    """Number of the first one."""
+    prompts: Sequence[Prompt]
+
+
+Shards = Generator[tuple[Rows, States], None, None]
+Engine = Callable[[Target, Sequence[Work], Sequence[str], CaptureConfig, Callable[[int], None]], Shards]
+"""engine(target, work, sites, config, tell) yields each shard's rows and states, in the order of `work`; it tells the
+number of the document up to which it has come."""
+
+
+def read_here(
+    target: Target, work: Sequence[Work], sites: Sequence[str], config: CaptureConfig, tell: Callable[[int], None]
+) -> Shards:
+    """The engine `local`: one shard after the other, by the target itself."""
+    for one in work:
+
+        def within(documents: int, first: int = one.first) -> None:
+            tell(first + documents)
+
+        yield read_shard(target, one.prompts, one.first, sites, config, within)
+
+
 def capture(
     target: Target,
     prompts: Sequence[Prompt],
     folder: Path,
     config: CaptureConfig | None = None,
     progress: Callable[[int, int], None] | None = None,
+    engine: Engine = read_here,
 ) -> CaptureStore:
     """Answer `prompts` and keep states, labels and surface features in a store.
 
     `progress(done, total)` is called with documents. An interrupted call leaves whole shards behind; the same
-    call again goes on after them. Raises StoreError if `folder` holds another capture or is being written, if the
-    disk cannot hold the store, or if too many states are not finite.
+    call again goes on after them, with this engine or another. Raises StoreError if `folder` holds another capture or
+    is being written, if the disk cannot hold the store, or if too many states are not finite.
     """
     if not prompts:
         raise ValueError("no prompts to capture: give at least one")
@@ -124,22 +153,24 @@ def capture(
     description = describe(target, prompts, sites, config)
     if not (folder / "manifest.json").exists() and config.selection != "matches":
         check_space(folder, bound, LESS)  # how many anchors have a match is known after the first shard
+
+    def tell(documents: int) -> None:
+        if progress:
+            progress(documents, len(prompts))
+
     with StoreWriter(folder, description, sites, config.max_nonfinite) as store:
         shards = math.ceil(len(prompts) / config.batch)
         missing = [*store.gaps, *range(store.complete_shards, shards)]
-        for done, number in enumerate(missing):
-            first = number * config.batch
-            chosen = prompts[first : first + config.batch]
-            check_space(folder, _still_needed(store, len(missing) - done, estimate_bytes(target, chosen, config)), LESS)
-
-            def tell(documents: int, first: int = first) -> None:
-                if progress:
-                    progress(first + documents, len(prompts))
-
-            rows, states = read_shard(target, chosen, first, sites, config, tell)
-            names = {number: prompt.id for number, prompt in enumerate(chosen, start=first)}
-            written = {"written": int(rows["loss_mask"].sum())} if config.selection == "all" else {}
-            store.write(rows, states, names=names, **written)
+        starts = [number * config.batch for number in missing]
+        work = [Work(first, prompts[first : first + config.batch]) for first in starts]
+        with closing(engine(target, work, sites, config, tell)) as made:
+            for done, one in enumerate(work):
+                next_bound = estimate_bytes(target, one.prompts, config)
+                check_space(folder, _still_needed(store, len(work) - done, next_bound), LESS)
+                rows, states = next(made)
+                names = {number: prompt.id for number, prompt in enumerate(one.prompts, start=one.first)}
+                written = {"written": int(rows["loss_mask"].sum())} if config.selection == "all" else {}
+                store.write(rows, states, names=names, **written)
     return CaptureStore.open(folder)
 
 

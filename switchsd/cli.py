@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 USAGE_ERRORS = ("UsageError", "TargetError", "PromptError", "DecodingError", "ChoiceError")
 """What was asked for cannot be done. By name, because their modules load torch."""
-FAILURES = ("StoreError", "ProbeError", "HeadError", "CostError", "MissingModel")
+FAILURES = ("StoreError", "EngineError", "ProbeError", "HeadError", "CostError", "MissingModel")
 """What was asked for is right, and something in the way."""
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from activations.capture import CaptureConfig
 from activations.corpus import Skipped, load_corpus, read_prompts
+from activations.ray_engine import RayConfig, RayEngine
 from switchsd.loading import LoadConfig
 from switchsd.options import UsageError, check_folder
 from switchsd.show import AsJson, as_json, bar, notes, out
@@ -19,6 +20,7 @@ def capture(
     store: Annotated[Path, typer.Argument(help="The folder to write; an interrupted capture there is continued.")],
     config: CaptureConfig,
     loading: LoadConfig,
+    cluster: RayConfig,
     target: Annotated[str, typer.Option(help="An alias, a hub id or a folder.")] = "smollm2",
     prompts: Annotated[
         str | None,
@@ -28,11 +30,14 @@ def capture(
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out prompts that cannot be read.")] = False,
     split: Annotated[str | None, typer.Option(help="Part of the embedded prompts: train or validation.")] = None,
     limit: Annotated[int, typer.Option(help="Only so many prompts, evenly spread; 0 = all.")] = 0,
+    engine: Annotated[
+        Literal["local", "ray"], typer.Option(help="Capture in this process, or in workers on a Ray cluster.")
+    ] = "local",
     json: AsJson = False,
 ) -> None:
     """Store hidden states and copy labels of a target's own text."""
     from activations.capture import capture as run
-    from activations.capture import estimate_bytes
+    from activations.capture import estimate_bytes, read_here
     from activations.store import GIB, free_bytes
     from activations.target import load_target
 
@@ -40,6 +45,8 @@ def capture(
         raise UsageError("--split is about the embedded prompts: leave it out, or leave --prompts out")
     if prompts is None and (column is not None or skip_bad):
         raise UsageError("--column and --skip-bad are about --prompts: name a source, or leave them out")
+    if engine == "local" and cluster != RayConfig():
+        raise UsageError("--address, --actors, --actor-cpus, --actor-gpus and --patience need --engine ray")
     if limit < 0:
         raise UsageError(f"--limit is {limit}; it must be 0 (all) or more")
     check_folder(store)
@@ -54,16 +61,20 @@ def capture(
     if 0 < limit < len(chosen):
         chosen = [chosen[i * len(chosen) // limit] for i in range(limit)]
     with bar(f"loading {target}"):
-        model = load_target(target, **asdict(loading))
+        # The devices are the workers': this copy only tells them what must be equal.
+        placed = loading.device_map is not None or loading.quantization is not None
+        model = load_target(target, device="cpu" if engine == "ray" and not placed else None, **asdict(loading))
     try:
         size = estimate_bytes(model, chosen, config)
     except ValueError as error:  # an unknown site
         raise UsageError(str(error)) from error
     free = free_bytes(store) / GIB
     notes.print(f"{len(chosen)} prompts; the store takes at most {size / GIB:.2f} GiB, {free:.1f} GiB are free")
+    name = str(Path(target).absolute()) if Path(target).is_dir() else target  # workers stand in other folders
+    reader = RayEngine({"name": name, **asdict(loading)}, cluster) if engine == "ray" else read_here
     try:
         with bar("documents", len(chosen)) as progress:
-            made = run(model, chosen, store, config, lambda done, total: progress.to(done, total))
+            made = run(model, chosen, store, config, lambda done, total: progress.to(done, total), reader)
     except KeyboardInterrupt:
         notes.print(f"\nstopped; run the same command again to go on from the last whole shard in {store}")
         raise
