@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from activations.corpus import Prompt
     from activations.target import Target
     from decoding.decoder import Decoder
     from decoding.eagle.drafter import EagleDrafter
@@ -129,3 +130,16 @@ def measure_costs(decoder: Decoder, settings: ModeSettings, columns: Iterable[st
     if any("gate=cost" in text or "neural_tree=priced" in text for text in wanted):
         with bar("measuring what a step costs (once, about 20 s)"):
             decoder.costs()
+
+
+def chosen_prompts(source: str | os.PathLike[str] | None, split: str | None, **how: Any) -> list[Prompt]:
+    """What --prompts (read with `how`) or --split names; nothing where neither is given. Raises UsageError."""
+    from activations.corpus import load_corpus, read_prompts
+    from switchsd.options import UsageError
+
+    if source is not None and split is not None:
+        raise UsageError("--split is about the embedded prompts: leave it out, or leave --prompts out")
+    try:
+        return read_prompts(source, **how) if source else load_corpus(split) if split is not None else []
+    except ValueError as error:
+        raise UsageError(str(error)) from error

@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 import typer
 
 from activations.capture import CaptureConfig
-from activations.corpus import Skipped, load_corpus, read_prompts
+from activations.corpus import Skipped, load_corpus
 from activations.ray_engine import RayConfig, RayEngine
-from switchsd.loading import LoadConfig
+from switchsd.loading import LoadConfig, chosen_prompts
 from switchsd.options import UsageError, check_folder
 from switchsd.show import AsJson, as_json, bar, notes, out
 
@@ -41,8 +41,6 @@ def capture(
     from activations.store import GIB, free_bytes
     from activations.target import load_target
 
-    if prompts is not None and split is not None:
-        raise UsageError("--split is about the embedded prompts: leave it out, or leave --prompts out")
     if prompts is None and (column is not None or skip_bad):
         raise UsageError("--column and --skip-bad are about --prompts: name a source, or leave them out")
     if engine == "local" and cluster != RayConfig():
@@ -51,10 +49,7 @@ def capture(
         raise UsageError(f"--limit is {limit}; it must be 0 (all) or more")
     check_folder(store)
     skipped = Skipped() if skip_bad else None
-    try:
-        chosen = read_prompts(prompts, column=column, skipped=skipped) if prompts else load_corpus(split)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    chosen = chosen_prompts(prompts, split, column=column, skipped=skipped) or load_corpus()
     if skipped and skipped.count:
         first = "\n  ".join(skipped.first)
         notes.print(f"{skipped.count} prompts are left out, the first of them:\n  {first}", markup=False)

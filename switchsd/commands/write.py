@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from activations.corpus import load_corpus, read_prompts
+from activations.corpus import read_prompts
 from activations.selftext import SelfTextConfig
-from switchsd.loading import LoadConfig
+from switchsd.loading import LoadConfig, chosen_prompts
 from switchsd.options import UsageError, check_folder
 from switchsd.show import AsJson, as_json, bar, notes, out
 
@@ -37,13 +37,8 @@ def write(
     from activations.store import CaptureStore
     from activations.target import load_target
 
-    if prompts is not None and split is not None:
-        raise UsageError("--split is about the embedded prompts: leave it out, or leave --prompts out")
     check_folder(store)
-    try:
-        chosen = read_prompts(prompts) if prompts else load_corpus(split) if split else []
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    chosen = chosen_prompts(prompts, split)
     for path in benchmark or ():
         if not path.is_file():
             raise UsageError(f"no such benchmark file: {path}")
