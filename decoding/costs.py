@@ -209,7 +209,7 @@ def _draft_ms(target: Target, drafter: Drafter, deadline: float) -> list[float]:
 
 
 def _probe_ms(target: Target, probe: SiteProbe) -> float:
-    state = torch.randn(1, target.width, dtype=target.dtype, device=target.device)
+    state = torch.randn(1, target.width * len(probe.config.sites), dtype=target.dtype, device=target.device)
     times = []
     for _ in range(20):
         began = perf_counter()

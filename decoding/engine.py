@@ -74,10 +74,9 @@ class Engine:
         self._intents: dict[Request, float] = {}
         self._steps: dict[Request, int] = {}
         self._began = perf_counter()
-        probe_site = [plan.probe.config.site] if plan.probe is not None else []
         self._sites = {d.name: target.sites(d.sites) for d in plan.drafters}
-        self._probe_site: Site | None = target.sites(probe_site)[0] if probe_site else None
-        wanted = [s for sites in self._sites.values() for s in sites] + ([self._probe_site] if self._probe_site else [])
+        self._probe_sites: list[Site] = target.sites(plan.probe.config.sites) if plan.probe is not None else []
+        wanted = [s for sites in self._sites.values() for s in sites] + self._probe_sites
         self._reader = target.read(wanted) if wanted else None
 
     # -- requests come and go -----------------------------------------------------------------------
@@ -175,7 +174,7 @@ class Engine:
         began = perf_counter()
         trees = [d.tree for d in drafts]
         logits = tree_forward(self.target, self._cache, [r.tokens[-1] for r in requests], trees)
-        intent = self._intent if self._probe_site is not None else None
+        intent = self._intent if self._probe_sites else None
         verdicts = self.plan.verifier.accept(trees, logits, requests, intent)
         judged = perf_counter()
         slots = [[0, *(i + 1 for i in v.path)] for v in verdicts]
@@ -246,12 +245,14 @@ class Engine:
         return torch.cat(states, dim=-1)
 
     def _intent(self, slots: torch.Tensor) -> torch.Tensor:
-        assert self._reader is not None and self._probe_site is not None and self.plan.probe is not None
-        states = self._reader.states[self._probe_site]
-        return self.plan.probe.score(states[torch.arange(len(slots), device=slots.device), slots])
+        """The probe's output [requests] at a slot of each row: the states of its sites stand side by side."""
+        assert self._reader is not None and self.plan.probe is not None
+        row = torch.arange(len(slots), device=slots.device)
+        states = [self._reader.states[site][row, slots] for site in self._probe_sites]
+        return self.plan.probe.score(states[0] if len(states) == 1 else torch.cat(states, dim=-1))
 
     def _prompt_intent(self) -> Intent | None:
         """Only the last prompt position's logits are computed: slot 0 there is the prompt's end."""
-        if self._probe_site is None:
+        if not self._probe_sites:
             return None
         return lambda slots: self._intent(slots - 1)

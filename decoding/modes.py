@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,13 +37,13 @@ class SiteProbe(Protocol):
     def config(self) -> ProbeSite: ...
 
     def score(self, state: torch.Tensor) -> torch.Tensor:
-        """Probabilities [...] of states [..., width]."""
+        """Probabilities [...] of states [..., sites * width]."""
         ...
 
 
 class ProbeSite(Protocol):
     @property
-    def site(self) -> str: ...
+    def sites(self) -> Sequence[str]: ...
 
     @property
     def threshold(self) -> float: ...

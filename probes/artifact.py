@@ -1,8 +1,12 @@
 """The probe artifact: a folder that holds a fitted probe and everything needed to trust and use it.
 
-probe.safetensors   weight [width], bias, scale, calibration [2]; all float32
+probe.safetensors   weight [features], bias, scale, calibration [2]; an MLP's hidden layers as hidden.0.weight
+                    [units, sites * width], hidden.0.bias [units], hidden.1.weight ...; all float32
 config.json         a ProbeConfig
 README.md           a model card made from the config
+
+`features` is sites * width, or the units of the last hidden layer. Format version 1 knows linear probes of one site
+only, and calls that `site` where version 2 has a list `sites`.
 """
 
 from __future__ import annotations
@@ -10,22 +14,27 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import relu
 
 from activations.sites import parse_sites
 from activations.target import Fingerprint, Target
 
-VERSION = 1
+VERSION = 2
+Kind = Literal["linear", "mlp"]
+JOIN = "+"
+"""Between the sites of a probe that reads several."""
 SHIPPED = Path(__file__).parent / "weights"
 """Probes that come with the package; a folder below it is a probe's short name."""
-SHAPES: dict[str, tuple[int, ...] | None] = {"weight": None, "bias": (), "scale": (), "calibration": (2,)}
+SHAPES: dict[str, tuple[int, ...]] = {"weight": (0,), "bias": (), "scale": (), "calibration": (2,)}
+"""Tensors of every probe; the weight's length follows from the config."""
 
 
 class ProbeError(Exception):
@@ -41,9 +50,10 @@ class ProbeConfig:
     """What a probe is, where it came from, and how good it is."""
 
     site: str
-    """Where the state is read, for example `resid_mid.18`."""
+    """Where the state is read, for example `resid_mid.18`; several sites, whose states stand side by side, are joined
+    by `+`: `resid_mid.18+resid_post.20`."""
     width: int
-    """Number of entries of a state."""
+    """Number of entries of one site's state."""
     label: str
     """What the score is the probability of: span_0, span_1 or span_2 (the anchor's own token, the pending one, or the
     first drafted one is copied), or follow (the target follows the candidate for at least follow_m tokens)."""
@@ -65,8 +75,8 @@ class ProbeConfig:
     """Results on the test part, with intervals."""
     provenance: Mapping[str, Any]
     """Command line, versions, git commit, seed and time."""
-    kind: Literal["linear"] = "linear"
-    """The estimator."""
+    kind: Kind = "linear"
+    """linear, or mlp: hidden layers of ReLUs before the linear one."""
     version: int = VERSION
     """Version of this format."""
 
@@ -75,32 +85,56 @@ class ProbeConfig:
         """Shortest suffix match that the threshold was chosen for."""
         return int(self.label_settings.get("match", 5))
 
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The sites whose states are read, in the order in which they stand side by side."""
+        return tuple(self.site.split(JOIN))
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """As in config.json."""
+        values = asdict(self)
+        if self.version == 1:
+            return values
+        site = values.pop("site")
+        return {"sites": site.split(JOIN), **values}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str = "config.json") -> ProbeConfig:
         """Check the keys and the version; `where` names the file in messages."""
         if not isinstance(values, Mapping):
             raise ProbeError(f"{where} is not a JSON object: {AGAIN}")
-        if values.get("version") != VERSION:
+        version = values.get("version")
+        if version not in (1, VERSION):
             raise ProbeError(
-                f"{where} has format version {values.get('version')!r}; this switchsd reads {VERSION}: "
+                f"{where} has format version {version!r}; this switchsd reads 1 to {VERSION}: "
                 "use the switchsd that wrote it, or train the probe again"
             )
         wanted = {f.name for f in fields(cls)}
+        if version > 1:
+            wanted = wanted - {"site"} | {"sites"}
         missing, unknown = sorted(wanted - set(values)), sorted(set(values) - wanted)
         if missing or unknown:
             told = [
                 f"{word} {', '.join(keys)}" for word, keys in (("lacks", missing), ("has unknown", unknown)) if keys
             ]
             raise ProbeError(f"{where} {' and '.join(told)}: {AGAIN}")
+        values = dict(values)
+        if version > 1:
+            sites = values.pop("sites")
+            if not isinstance(sites, list) or not sites or not all(isinstance(site, str) for site in sites):
+                raise ProbeError(f"{where} is damaged (sites is {sites!r}, and must be a list of names): {AGAIN}")
+            values["site"] = JOIN.join(sites)
         try:
             config = cls(**{**values, "target": Fingerprint(**values["target"])})
         except TypeError as error:
             raise ProbeError(f"{where} has a target that is no fingerprint ({error}): {AGAIN}") from error
         try:
-            parse_sites([str(config.site)], config.target.blocks)
+            parse_sites(str(config.site).split(JOIN), config.target.blocks)
+            if len(set(config.sites)) < len(config.sites):
+                raise ValueError(f"a site is named twice in {config.site}")
+            kinds = get_args(Kind) if version > 1 else ("linear",)
+            if config.kind not in kinds:
+                raise ValueError(f"kind is {config.kind!r}; version {version} knows {', '.join(kinds)}")
             if not 0 <= config.threshold <= 1:
                 raise ValueError(f"threshold is {config.threshold}; a threshold of a probability lies in [0, 1]")
         except (ValueError, TypeError) as error:
@@ -112,10 +146,11 @@ AGAIN = "train the probe again with `switchsd train`, or download it again"
 
 
 class Probe:
-    """A linear probe that is ready to score states.
+    """A probe that is ready to score states.
 
-    logit = calibration[0] * (weight . state * scale + bias) + calibration[1], all in float32 on the state's device;
-    the four numbers and the weight are folded into one dot product when the probe is made.
+    logit = calibration[0] * (weight . f(state * scale) + bias) + calibration[1], all in float32 on the state's device;
+    f is the hidden layers of an MLP, and nothing in a linear probe. The four numbers are folded into the layers when
+    the probe is made, so that a linear probe's score is one dot product.
     """
 
     def __init__(
@@ -125,8 +160,12 @@ class Probe:
         bias: float = 0.0,
         scale: float = 1.0,
         calibration: tuple[float, float] = (1.0, 0.0),
+        hidden: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     ) -> None:
-        """`weight` [width] is for states times `scale`, which brings them to RMS 1."""
+        """`weight` [features] is for states times `scale`, which brings them to RMS 1, or for the last hidden layer.
+
+        `hidden` are the weights [out, in] and biases [out] of an MLP's hidden layers.
+        """
         self.config = config
         self.tensors = {
             "weight": weight.detach().to("cpu", torch.float32).contiguous(),
@@ -134,27 +173,50 @@ class Probe:
             "scale": torch.tensor(scale, dtype=torch.float32),
             "calibration": torch.tensor(calibration, dtype=torch.float32),
         }
+        for number, (matrix, offset) in enumerate(hidden):
+            self.tensors[f"hidden.{number}.weight"] = matrix.detach().to("cpu", torch.float32).contiguous()
+            self.tensors[f"hidden.{number}.bias"] = offset.detach().to("cpu", torch.float32).contiguous()
         _check(self.tensors, config, "the probe")
+        self._entries = config.width * len(config.sites)
         a, b = self.tensors["calibration"].double()
-        self._weight = (a * self.tensors["scale"].double() * self.tensors["weight"].double()).float()
-        self._bias = (a * self.tensors["bias"].double() + b).float()
+        layers = [(w.double(), c.double()) for w, c in _hidden(self.tensors)]
+        layers.append((a * self.tensors["weight"].double(), a * self.tensors["bias"].double() + b))
+        layers[0] = (self.tensors["scale"].double() * layers[0][0], layers[0][1])
+        self._layers = [(w.float().T.contiguous(), c.float()) for w, c in layers[:-1]]
+        self._weight, self._bias = layers[-1][0].float(), layers[-1][1].float()
+
+    @classmethod
+    def from_estimator(
+        cls, config: ProbeConfig, estimator: Any, calibration: tuple[float, float] = (1.0, 0.0)
+    ) -> Probe:
+        """The artifact of a fitted LinearProbe, DifferenceOfMeans or MLPProbe; the config says what of."""
+        layers = [(torch.from_numpy(w), torch.from_numpy(c)) for w, c in estimator.layers()]
+        (weight, bias), hidden = layers[-1], layers[:-1]
+        scale = 1 / getattr(estimator, "rms_", 1.0) if not hidden else 1.0
+        return cls(config, weight[0] / scale, float(bias[0]), scale, calibration, hidden)
 
     def to(self, device: str | torch.device) -> Probe:
         """Move what `logit` needs; done by itself at the first state of another device."""
+        self._layers = [(w.to(device), c.to(device)) for w, c in self._layers]
         self._weight, self._bias = self._weight.to(device), self._bias.to(device)
         return self
 
     @torch.no_grad()
     def logit(self, state: torch.Tensor) -> torch.Tensor:
-        """Calibrated log-odds [...] in float32 of states [..., width] of any float dtype."""
-        if state.shape[-1:] != self._weight.shape:
-            raise ProbeError(f"this probe reads states of width {len(self._weight)}, got shape {tuple(state.shape)}")
+        """Calibrated log-odds [...] in float32 of states [..., sites * width] of any float dtype."""
+        if state.shape[-1:] != (self._entries,):
+            count = len(self.config.sites)
+            what = f"states of width {self.config.width}" + (f" of {count} sites side by side" if count > 1 else "")
+            raise ProbeError(f"this probe reads {what}, got shape {tuple(state.shape)}")
         if state.device != self._weight.device:
             self.to(state.device)
-        return state.float() @ self._weight + self._bias
+        state = state.float()
+        for weight, bias in self._layers:
+            state = relu(state @ weight + bias)
+        return state @ self._weight + self._bias
 
     def score(self, state: torch.Tensor) -> torch.Tensor:
-        """Copy intent [...]: the probability in float32 that the label is 1, for states [..., width]."""
+        """Copy intent [...]: the probability in float32 that the label is 1, for states [..., sites * width]."""
         return torch.sigmoid(self.logit(state))
 
     def check_target(self, target: Fingerprint, name: str = "this target") -> None:
@@ -210,7 +272,8 @@ class Probe:
             raise ProbeError(f"cannot read {weights_file} ({error}): {AGAIN}") from error
         _check(tensors, config, str(weights_file))
         a, b = tensors["calibration"].tolist()
-        probe = cls(config, tensors["weight"], tensors["bias"].item(), tensors["scale"].item(), (a, b))
+        numbers = tensors["bias"].item(), tensors["scale"].item(), (a, b)
+        probe = cls(config, tensors["weight"], *numbers, _hidden(tensors))
         if target is not None:
             probe.check_target(target.fingerprint, target.name)
         return probe
@@ -249,12 +312,28 @@ def _locate(name: str, revision: str | None) -> Path:
         raise ChoiceError(f"{name!r} is no folder, and cannot be had from the hub: {first}") from error
 
 
+def _hidden(tensors: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Weights and biases of the hidden layers, in order."""
+    count = sum(name.startswith("hidden.") for name in tensors) // 2
+    return [(tensors[f"hidden.{n}.weight"], tensors[f"hidden.{n}.bias"]) for n in range(count)]
+
+
 def _check(tensors: Mapping[str, torch.Tensor], config: ProbeConfig, where: str) -> None:
     """Names, shapes and finite values."""
-    if set(tensors) != set(SHAPES):
-        raise ProbeError(f"{where} has tensors {sorted(tensors)}, expected {sorted(SHAPES)}: {AGAIN}")
-    for name, expected in SHAPES.items():
-        shape = (config.width,) if expected is None else expected
+    count = sum(name.startswith("hidden.") for name in tensors) // 2 if config.kind == "mlp" else 0
+    expected = {*SHAPES, *(f"hidden.{n}.{part}" for n in range(count) for part in ("weight", "bias"))}
+    if config.kind == "mlp" and not count:
+        expected |= {"hidden.0.weight", "hidden.0.bias"}
+    if set(tensors) != expected:
+        raise ProbeError(f"{where} has tensors {sorted(tensors)}, expected {sorted(expected)}: {AGAIN}")
+    shapes = dict(SHAPES)
+    entries = config.width * len(config.sites)
+    for n in range(count):
+        units = tensors[f"hidden.{n}.bias"].numel()
+        shapes |= {f"hidden.{n}.weight": (units, entries), f"hidden.{n}.bias": (units,)}
+        entries = units
+    shapes["weight"] = (entries,)
+    for name, shape in shapes.items():
         if tuple(tensors[name].shape) != shape:
             raise ProbeError(f"{where}: {name} has shape {list(tensors[name].shape)}, expected {list(shape)}: {AGAIN}")
         if not torch.isfinite(tensors[name]).all():
@@ -275,8 +354,8 @@ def model_card(config: ProbeConfig) -> str:
         "",
         f"# Copy-intent probe for {config.target_name}",
         "",
-        f"A {config.kind} probe that reads the state at `{config.site}` (width {config.width}) of the last position "
-        f"that has one, and gives the probability of `{config.label}`.",
+        f"{'A linear' if config.kind == 'linear' else 'An MLP'} probe that reads the state at {_places(config.sites)} "
+        f"(width {config.width}) of the last position that has one, and gives the probability of `{config.label}`.",
         "",
         "```python",
         "from probes.artifact import Probe",
@@ -308,6 +387,12 @@ def model_card(config: ProbeConfig) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _places(sites: Sequence[str]) -> str:
+    """`a`, or `a` and `b` side by side."""
+    names = [f"`{site}`" for site in sites]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}, side by side"
 
 
 def _list(values: Mapping[str, Any]) -> list[str]:

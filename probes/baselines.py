@@ -1,30 +1,54 @@
-"""What can be had without a hidden state: features of the suffix match and of the last step's logits.
+"""What can be had without a probe, and what a probe adds to it, on the same rows and folds.
 
-A probe is worth its cost by what it adds to these. All are known at the anchor, before the draft; the leak check is
-not, and shows what a score from one position later would reach.
+A probe is worth its cost by what it adds to the features of the suffix match and of the last step's logits. All of
+those are known at the anchor, before the draft; the leak check is not, and shows what a score from one position later
+would reach.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from probes.rows import Mask, Rows
+from probes.linear import LinearProbe
+from probes.rows import Rows
+from probes.task import Floats, Task, cross_fit
 
 SURFACE = ("matched", "match_length", "occurrences", "distance", "agreement", "from_prompt")
 LOGITS = ("max_prob", "entropy", "margin")
+BASE_RATE = "base rate"
+LENGTH = "match length"
 LEAK = "leak check"
 """The log-probability that the target gives the candidate's first token with the pending token fed."""
-FITS = 5
-"""Baselines that are fitted."""
-Features = NDArray[np.float64]
+OPTIONAL = {"lookback": "lookback ratio", "cosine": "hidden-state cosine (PLD+)"}
+"""Columns that a store may have, and the baselines made of them."""
+PLAIN = ("surface + logits, logistic", "surface + logits, boosted trees")
+WITH_PROBE = (
+    "surface + logits + probe score, logistic",
+    "surface + logits + probe score, boosted trees",
+    "surface + logits + state, logistic",
+)
+FITS = 8
+"""Scores that are fitted, the optional ones aside."""
 Progress = Callable[[str], None]
+Scores = NDArray[np.float64]
 
 
-def surface_features(rows: Rows) -> Features:
+@dataclass(frozen=True)
+class Baseline:
+    """A score of every row that is measured or selected on."""
+
+    score: Scores
+    """[rows]; NaN on rows that nobody asks about."""
+    probability: bool
+    """Whether it is the probability of label 1."""
+
+
+def surface_features(rows: Rows) -> Scores:
     """[rows, SURFACE]: the suffix match alone; counts and distances as log(1 + x); zeros without a match."""
     matched = rows["match_length"] > 0
     columns = [
@@ -39,47 +63,99 @@ def surface_features(rows: Rows) -> Features:
     return np.where(matched[:, None], stacked, 0.0)
 
 
-def logits_features(rows: Rows) -> Features:
+def logits_features(rows: Rows) -> Scores:
     """[rows, LOGITS]: how sure the target was of the pending token."""
     return np.stack([np.asarray(rows[name], dtype=np.float64) for name in LOGITS], axis=1)
 
 
-def baseline_scores(
-    rows: Rows, y: NDArray[np.int8], fit: Mask, seed: int = 0, progress: Progress = lambda name: None
-) -> dict[str, NDArray[np.float64]]:
-    """Scores [rows] of every baseline, fitted on the rows where `fit` holds and given for all rows.
+def baselines(task: Task, progress: Progress = lambda name: None) -> dict[str, Baseline]:
+    """Every score that needs no probe. `progress(name)` is called before each fit.
 
-    `progress(name)` is called before each fit. In the leak check, rows that have no candidate or no next position
-    come last.
+    In the leak check, rows that have no candidate or no next position come last.
     """
+    rows = task.rows
     surface, logits = surface_features(rows), logits_features(rows)
     both = np.hstack([surface, logits])
-    scores: dict[str, NDArray[np.float64]] = {"match length": rows["match_length"].astype(np.float64)}
-    for name, model, features in (
-        ("last-step logits, logistic", _logistic(), logits),
-        ("surface, logistic", _logistic(), surface),
-        ("surface, boosted trees", _trees(seed), surface),
-        ("surface + logits, logistic", _logistic(), both),
-        ("surface + logits, boosted trees", _trees(seed), both),
-    ):
+    wanted: list[tuple[str, Callable[[], Any], Floats]] = [
+        ("last-step logits, logistic", logistic, logits),
+        ("surface, logistic", logistic, surface),
+        ("surface, boosted trees", lambda: trees(task.seed), surface),
+        (PLAIN[0], logistic, both),
+        (PLAIN[1], lambda: trees(task.seed), both),
+    ]
+    wanted += [(name, logistic, _with_gaps(rows[column])) for column, name in OPTIONAL.items() if _known(rows, column)]
+    share = float(np.mean([task.y[fold.fit].mean() for fold in task.folds]))
+    found = {
+        BASE_RATE: Baseline(np.full(len(task.y), share), True),
+        LENGTH: Baseline(rows["match_length"].astype(np.float64), False),
+    }
+    for name, make, features in wanted:
         progress(name)
-        scores[name] = model.fit(features[fit], y[fit]).predict_proba(features)[:, 1]
-    later = rows["next_logprob"].astype(np.float64)
-    known = np.isfinite(later)
-    scores[LEAK] = np.where(known, later, later.min(where=known, initial=0.0) - 1)
-    return scores
+        found[name] = Baseline(cross_fit(make, features, task.y, task.folds, probability=True), True)
+    if _known(rows, "next_logprob"):
+        later = rows["next_logprob"].astype(np.float64)
+        known = np.isfinite(later)
+        score = np.where(known, later, later.min(where=known, initial=0.0) - 1)
+        found[LEAK] = Baseline(score, False)
+    return found
 
 
-def _logistic() -> Any:
+def with_probe(
+    task: Task, score: Floats, states: Floats | None, l2: float, progress: Progress = lambda name: None
+) -> dict[str, Baseline]:
+    """Surface and logits together with the probe's log-odds [rows] or the state [rows, width].
+
+    On the rows that fit them the log-odds must be of probes that did not see those rows (see `cross_fit`): a probe
+    scores its own rows too well, and what is stacked on it would trust it too much.
+    """
+    both = np.hstack([surface_features(task.rows), logits_features(task.rows)])
+    scored = np.hstack([both, np.asarray(score, dtype=np.float64)[:, None]])
+    found = {}
+    for name, make in ((WITH_PROBE[0], logistic), (WITH_PROBE[1], lambda: trees(task.seed))):
+        progress(name)
+        found[name] = Baseline(cross_fit(make, scored, task.y, task.folds, probability=True), True)
+    if states is not None:
+        progress(WITH_PROBE[2])
+        everything = np.hstack([both.astype(np.float32), np.asarray(states, dtype=np.float32)])
+
+        def make() -> Any:
+            return _scaled(LinearProbe(l2=l2))
+
+        found[WITH_PROBE[2]] = Baseline(cross_fit(make, everything, task.y, task.folds, probability=True), True)
+    return found
+
+
+def skipped(rows: Rows) -> list[str]:
+    """Baselines that the store has no columns for."""
+    wanted = {**OPTIONAL, "next_logprob": LEAK}
+    return [f"{name}: the store has no values in a column {c}" for c, name in wanted.items() if not _known(rows, c)]
+
+
+def logistic() -> Any:
     from sklearn.linear_model import LogisticRegression
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
 
-    return make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
+    return _scaled(LogisticRegression(max_iter=1000))
 
 
-def _trees(seed: int) -> Any:
+def trees(seed: int) -> Any:
     from sklearn.ensemble import HistGradientBoostingClassifier
 
     # Its early stopping would hold out rows, not documents.
     return HistGradientBoostingClassifier(early_stopping=False, random_state=seed)
+
+
+def _scaled(classifier: Any) -> Any:
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    return make_pipeline(StandardScaler(), classifier)
+
+
+def _known(rows: Rows, column: str) -> bool:
+    return column in rows and bool(np.isfinite(rows[column]).any())
+
+
+def _with_gaps(column: NDArray[np.floating]) -> Scores:
+    """[rows, 2]: the value, 0 where it is unknown, and whether it is known."""
+    known = np.isfinite(column)
+    return np.stack([np.where(known, column, 0.0), known], axis=1).astype(np.float64)

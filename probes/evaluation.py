@@ -7,6 +7,7 @@ cumulative sums over that order.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,6 +19,13 @@ RESAMPLES = 1000
 LEVEL = 0.95
 CHUNK = 100_000
 """Weights (resamples x rows) held at once."""
+BINS = 10
+"""Bins of equally many rows behind a calibration error."""
+FALSE_ALARMS = {"tpr_at_1": 0.01, "tpr_at_5": 0.05}
+"""False positive rates at which the true positive rate is told."""
+METRICS = (
+    "base_rate", "roc_auc", "average_precision", *FALSE_ALARMS, "f1", "precision", "recall", "brier", "ece"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,10 @@ class Evaluation:
     """Probability that a positive row scores above a negative one; ties count half."""
     average_precision: Interval
     """Mean precision over the recall steps."""
+    tpr_at_1: Interval
+    """Greatest share of the positive rows found by a threshold that calls at most 1 % of the negative ones."""
+    tpr_at_5: Interval
+    """The same at 5 %."""
     threshold: float | None = None
     """Rows that score at least this are called copied; None without a threshold."""
     f1: Interval | None = None
@@ -65,14 +77,19 @@ class Evaluation:
     """Share of the called rows that are positive."""
     recall: Interval | None = None
     """Share of the positive rows that are called."""
-    auc_draws: Floats = field(default_factory=lambda: np.empty(0), repr=False, compare=False)
-    """ROC AUC of the data and of each resample, for paired differences."""
+    brier: Interval | None = None
+    """Mean squared distance of probability and label; None for a score that is no probability."""
+    ece: Interval | None = None
+    """Expected calibration error over bins of equally many rows: the mean over rows of |mean probability - share of
+    positive rows| of their bin. The bins are those of the data in every resample."""
+    draws: Mapping[str, Floats] = field(default_factory=dict, repr=False, compare=False)
+    """Each metric of the data and of each resample, for paired differences."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
             name: value.to_dict() if isinstance(value, Interval) else value
             for name, value in vars(self).items()
-            if value is not None and name != "auc_draws"
+            if value is not None and name != "draws"
         }
 
 
@@ -82,38 +99,44 @@ def evaluate(
     documents: ArrayLike,
     *,
     threshold: float | None = None,
+    probability: bool = False,
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Evaluation:
     """All metrics of scores [rows] against labels y [rows] of 0 and 1.
 
     `documents` [rows] names the document of each row. For conditional metrics (rows with a suffix match, say) give
-    those rows only.
+    those rows only. `probability` says that a score is the probability of label 1, whose calibration can be told.
+    The rows of one document alone have no interval.
     """
     ranked = Ranked(y, score, documents)
     draws = ranked.draws(resamples, seed)
-    roc_auc, average_precision = ranked._ranking(draws)
-    at = None if threshold is None else ranked.decisions(draws, threshold)
-    return Evaluation(
-        rows=len(ranked.y),
-        documents=ranked.count,
-        base_rate=interval(ranked.base_rate(draws)),
-        roc_auc=interval(roc_auc),
-        average_precision=interval(average_precision),
-        threshold=threshold,
-        f1=None if at is None else interval(at["f1"]),
-        precision=None if at is None else interval(at["precision"]),
-        recall=None if at is None else interval(at["recall"]),
-        auc_draws=roc_auc,
-    )
+    if ranked.count == 1:
+        draws = draws[:1]
+    found = {"base_rate": ranked.base_rate(draws), **ranked.ranking(draws)}
+    if threshold is not None:
+        found |= ranked.decisions(draws, threshold)
+    if probability:
+        found |= ranked.calibration(draws)
+    intervals: dict[str, Any] = {name: interval(values) for name, values in found.items()}
+    return Evaluation(rows=len(ranked.y), documents=ranked.count, threshold=threshold, draws=found, **intervals)
+
+
+def differences(first: Evaluation, second: Evaluation) -> dict[str, Interval]:
+    """Each metric of the first score minus that of the second, both on the same resamples of the same rows.
+
+    Metrics that one of them lacks are left out, and so is the base rate, which belongs to the rows.
+    """
+    sizes = {len(values) for e in (first, second) for values in e.draws.values()}
+    if len(sizes) != 1 or (first.rows, first.documents) != (second.rows, second.documents):
+        raise ValueError("a paired difference needs two evaluations of the same rows with the same resamples and seed")
+    shared = [name for name in METRICS[1:] if name in first.draws and name in second.draws]
+    return {name: interval(first.draws[name] - second.draws[name]) for name in shared}
 
 
 def auc_difference(first: Evaluation, second: Evaluation) -> Interval:
-    """ROC AUC of the first score minus that of the second, both measured on the same resamples of the same rows."""
-    draws = (first.auc_draws, second.auc_draws)
-    if len(draws[0]) != len(draws[1]) or (first.rows, first.documents) != (second.rows, second.documents):
-        raise ValueError("a paired difference needs two evaluations of the same rows with the same resamples and seed")
-    return interval(draws[0] - draws[1])
+    """ROC AUC of the first score minus that of the second; see `differences`."""
+    return differences(first, second)["roc_auc"]
 
 
 def interval(values: Floats) -> Interval:
@@ -158,7 +181,7 @@ class Ranked:
         counts = rng.multinomial(self.count, np.full(self.count, 1 / self.count), size=resamples)
         return np.vstack([np.ones((1, self.count)), counts])
 
-    def _counts(self, weights: Floats) -> tuple[Floats, Floats]:
+    def counts(self, weights: Floats) -> tuple[Floats, Floats]:
         """Weighted positives and negatives [lines, groups] with at least the score of each group."""
         positives = np.cumsum(weights * self.y, axis=1)[:, self.ends]
         return positives, np.cumsum(weights, axis=1)[:, self.ends] - positives
@@ -168,26 +191,38 @@ class Ranked:
         positive = np.bincount(self.document, weights=self.y, minlength=self.count)
         return _divide(draws @ positive, draws @ total)
 
-    def roc_auc(self, draws: Floats) -> Floats:
-        return self._ranking(draws)[0]
-
-    def average_precision(self, draws: Floats) -> Floats:
-        return self._ranking(draws)[1]
-
-    def _ranking(self, draws: Floats) -> Floats:
-        """ROC AUC and average precision [2, lines]."""
-        out = np.empty((2, len(draws)))
+    def ranking(self, draws: Floats) -> dict[str, Floats]:
+        """roc_auc, average_precision and the true positive rates at few false alarms."""
+        out = {name: np.empty(len(draws)) for name in ("roc_auc", "average_precision", *FALSE_ALARMS)}
         step = max(1, CHUNK // len(self.y))
         for start in range(0, len(draws), step):
-            weights = np.take(draws[start : start + step], self.document, axis=1)
-            positives, negatives = self._counts(weights)
+            lines = slice(start, start + step)
+            weights = np.take(draws[lines], self.document, axis=1)
+            positives, negatives = self.counts(weights)
             steps = np.diff(positives, axis=1, prepend=0)  # positives of each group
             below = np.diff(negatives, axis=1, prepend=0)  # negatives of each group
             pairs = np.einsum("ij,ij->i", below, positives - steps / 2)
             gained = np.einsum("ij,ij->i", steps, positives / np.maximum(positives + negatives, 1))
-            out[0, start : start + step] = _divide(pairs, positives[:, -1] * negatives[:, -1])
-            out[1, start : start + step] = _divide(gained, positives[:, -1])
+            hits, alarms = positives[:, -1], negatives[:, -1]
+            out["roc_auc"][lines] = _divide(pairs, hits * alarms)
+            out["average_precision"][lines] = _divide(gained, hits)
+            for name, rate in FALSE_ALARMS.items():
+                allowed = (negatives <= rate * alarms[:, None]).sum(axis=1)  # groups that may be called
+                found = np.where(allowed, positives[np.arange(len(allowed)), allowed - 1], 0.0)
+                out[name][lines] = np.where(alarms > 0, _divide(found, hits), np.nan)
         return out
+
+    def calibration(self, draws: Floats, bins: int = BINS) -> dict[str, Floats]:
+        """brier and ece of scores that are probabilities; raises ValueError where one is not in [0, 1]."""
+        if self.score[-1] < 0 or self.score[0] > 1:
+            raise ValueError(f"probabilities lie in [0, 1], got {self.score[-1]} to {self.score[0]}")
+        rows = draws @ np.bincount(self.document, minlength=self.count)
+        squares = draws @ np.bincount(self.document, weights=(self.score - self.y) ** 2, minlength=self.count)
+        gaps = np.zeros(len(draws))
+        for part in np.array_split(np.arange(len(self.y))[::-1], bins):
+            off = np.bincount(self.document[part], weights=(self.score - self.y)[part], minlength=self.count)
+            gaps += np.abs(draws @ off)
+        return {"brier": _divide(squares, rows), "ece": _divide(gaps, rows)}
 
     def decisions(self, draws: Floats, threshold: float) -> dict[str, Floats]:
         """f1, precision and recall where rows that score at least `threshold` are called."""
@@ -203,44 +238,6 @@ class Ranked:
             "precision": _divide(hits, calls),
             "recall": _divide(hits, positives),
         }
-
-
-def best_f1_threshold(y: ArrayLike, score: ArrayLike) -> float:
-    """The score from which calling rows positive gives the greatest F1; of equals the highest.
-
-    Choose it on a selection part; what it gives there is too good.
-    """
-    ranked = Ranked(y, score, np.zeros(len(np.asarray(y))))
-    positives, negatives = ranked._counts(np.ones((1, len(ranked.y))))
-    if not positives[0, -1]:
-        raise ValueError("no row is positive: a threshold cannot be chosen")
-    f1 = 2 * positives[0] / (positives[0] + negatives[0] + positives[0, -1])
-    return float(ranked.score[ranked.ends[int(f1.argmax())]])
-
-
-@dataclass(frozen=True)
-class Reliability:
-    """How often rows of about one probability are positive, in bins of equally many rows."""
-
-    predicted: list[float]
-    """Mean probability in each bin."""
-    observed: list[float]
-    """Share of positive rows in each bin."""
-    rows: list[int]
-    """Rows in each bin."""
-    error: float
-    """Expected calibration error: the mean over rows of |predicted - observed| of their bin."""
-
-
-def reliability(y: ArrayLike, probability: ArrayLike, bins: int = 10) -> Reliability:
-    """Compare probabilities [rows] with labels y [rows] of 0 and 1."""
-    order = np.argsort(np.asarray(probability), kind="stable")
-    parts = [p for p in np.array_split(order, bins) if len(p)]
-    predicted = [float(np.asarray(probability, dtype=np.float64)[p].mean()) for p in parts]
-    observed = [float(np.asarray(y, dtype=np.float64)[p].mean()) for p in parts]
-    rows = [len(p) for p in parts]
-    gaps = np.abs(np.subtract(predicted, observed))
-    return Reliability(predicted, observed, rows, float(np.average(gaps, weights=rows)))
 
 
 def _divide(top: Floats, bottom: Floats) -> Floats:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from activations.sites import Site
+from probes.artifact import JOIN
 from probes.result import TrainResult
 
 
@@ -18,7 +19,9 @@ def plot(result: TrainResult, file: str | os.PathLike[str]) -> Path:
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     sweep, calibration = figure.subplots(1, 2, width_ratios=[3, 2])
-    parsed = [(Site.parse(row.site), row) for row in result.sites]
+    first = result.config["estimators"][0]
+    plain = [row for row in result.sites if JOIN not in row.site and row.estimator == first]
+    parsed = [(Site.parse(row.site), row) for row in plain]
     for kind in dict.fromkeys(site.kind for site, _ in parsed):
         line = sorted((site.block, row.roc_auc) for site, row in parsed if site.kind == kind)
         blocks, values = [block for block, _ in line], [value for _, value in line]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, Protocol
@@ -143,3 +143,189 @@ def check_classes(y: NDArray[np.int8], part: NDArray[np.str_], kept: Mask, label
                 f"the {name} part has {len(there)} rows with a known {label} label, {positives} of them positive: "
                 "rows of both classes are needed; capture more prompts or choose another label"
             )
+
+
+# -- states in blocks: one site or several side by side, in memory or not -------------------------------
+
+BLOCK_BYTES = 1 << 21
+"""About how much of the states is handled at once: what a processor core's cache holds."""
+
+
+class ShardedStore(Store, Protocol):
+    """A store whose states can be read in parts."""
+
+    @property
+    def shards(self) -> list[dict[str, Any]]:
+        """One entry a shard; `rows` is its number of rows."""
+        ...
+
+    def shard_states(self, shard: int, site: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """[rows, width] of a shard's rows from `start` to before `stop`."""
+        ...
+
+
+class StateSource(Protocol):
+    """Rows of states, given again and again in the same order, a block or a shard at a time."""
+
+    width: int
+    """Entries of a row, all sites together."""
+    dtype: torch.dtype
+    """float64 where the states are kept so, else float32."""
+    shards: int
+
+    def __len__(self) -> int: ...
+
+    def blocks(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """All rows in order, as (which rows, their states [rows, width])."""
+        ...
+
+    def shard(self, number: int) -> tuple[slice, torch.Tensor]:
+        """All rows of one shard."""
+        ...
+
+    def select(self, rows: Mask) -> StateSource:
+        """Only the rows [len(self)] where the mask holds."""
+        ...
+
+
+class HeldStates:
+    """States [rows, width] in memory, as a source of one shard."""
+
+    shards = 1
+
+    def __init__(self, states: torch.Tensor) -> None:
+        self._states = states
+        self.width, self.dtype = states.shape[1], states.dtype
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def blocks(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        step = block_rows(self.width, self.dtype)
+        for start in range(0, len(self), step):
+            rows = slice(start, min(start + step, len(self)))
+            yield rows, self._states[rows]
+
+    def shard(self, number: int) -> tuple[slice, torch.Tensor]:
+        return slice(0, len(self)), self._states
+
+    def select(self, rows: Mask) -> HeldStates:
+        return HeldStates(self._states[torch.from_numpy(rows).to(self._states.device)])
+
+
+class StoredStates:
+    """States of a store's chosen rows at one site or several side by side, read when they are asked for.
+
+    Memory holds one block, or one shard where `shard` is called. A shard is checked when it is first read:
+    ProbeError names the site and the rows whose states are not finite or of another width.
+    """
+
+    def __init__(self, store: ShardedStore, sites: str | Sequence[str], rows: Mask | None = None) -> None:
+        """`rows` [rows of the store] are the chosen ones; all by default."""
+        self._store = store
+        self.sites = site_names(store, sites)
+        counts = [int(shard["rows"]) for shard in store.shards]
+        self._first = np.concatenate([[0], np.cumsum(counts)])  # each shard's first row in the store
+        total = int(self._first[-1])
+        self.rows: Mask = check_mask(rows, total)
+        if not self.rows.any():
+            raise ProbeError(f"none of the store's {total} rows is chosen: a fit needs some")
+        self._before = np.concatenate([[0], np.cumsum(self.rows)])  # chosen rows before each row
+        self.shards = len(counts)
+        self._checked: set[tuple[int, int]] = set()
+        some = next(number for number in range(self.shards) if counts[number])
+        heads = [store.shard_states(some, site, 0, 1) for site in self.sites]
+        self._widths = [head.shape[-1] for head in heads]
+        if len(set(self._widths)) > 1:
+            told = ", ".join(f"{width} at {site}" for site, width in zip(self.sites, self._widths, strict=True))
+            raise ProbeError(f"states of one target have one width, and these differ ({told}): capture them again")
+        self.width = sum(self._widths)
+        self.dtype = torch.float64 if all(head.dtype == torch.float64 for head in heads) else torch.float32
+
+    def __len__(self) -> int:
+        return int(self._before[-1])
+
+    def blocks(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        step = block_rows(self.width, self.dtype)
+        for number in range(self.shards):
+            count = int(self._first[number + 1] - self._first[number])
+            for start in range(0, count, step):
+                rows, states = self._read(number, start, min(start + step, count))
+                if len(states):
+                    yield rows, states
+
+    def shard(self, number: int) -> tuple[slice, torch.Tensor]:
+        return self._read(number, 0, int(self._first[number + 1] - self._first[number]))
+
+    def select(self, rows: Mask) -> StoredStates:
+        chosen = self.rows.copy()
+        chosen[chosen] = rows
+        return StoredStates(self._store, self.sites, chosen)
+
+    def _read(self, number: int, start: int, stop: int) -> tuple[slice, torch.Tensor]:
+        first = int(self._first[number])
+        chosen = self.rows[first + start : first + stop]
+        rows = slice(int(self._before[first + start]), int(self._before[first + stop]))
+        states = torch.empty(rows.stop - rows.start, self.width, dtype=self.dtype)
+        if not len(states):
+            return rows, states
+        index = None if chosen.all() else torch.from_numpy(np.flatnonzero(chosen))
+        column = 0
+        for site, width in zip(self.sites, self._widths, strict=True):
+            part = self._store.shard_states(number, site, start, stop)
+            if part.shape != (stop - start, width):
+                raise ProbeError(
+                    f"shard {number} has states of shape {list(part.shape)} at {site} for its rows {start} to "
+                    f"{stop - 1}, and others have width {width}: capture that shard again"
+                )
+            states[:, column : column + width] = part if index is None else part[index]
+            column += width
+        if (number, start) not in self._checked:  # once, not at every pass
+            at = first + start + np.flatnonzero(chosen)
+            check_finite(states, at, f"at {' + '.join(self.sites)} in shard {number}")
+            self._checked.add((number, start))
+        return rows, states
+
+
+def block_rows(width: int, dtype: torch.dtype) -> int:
+    """Rows in a block of `BLOCK_BYTES`."""
+    return max(BLOCK_BYTES // (width * dtype.itemsize), 1)
+
+
+def site_names(store: Store, sites: str | Sequence[str]) -> tuple[str, ...]:
+    """One site or several as a tuple; ChoiceError for one that was not captured or is named twice."""
+    names = (sites,) if isinstance(sites, str) else tuple(sites)
+    for name in names:
+        if name not in store.sites:
+            raise ChoiceError(f"site {name!r} was not captured; the store has {', '.join(store.sites)}")
+    if not names or len(set(names)) < len(names):
+        raise ChoiceError(f"the sites are {list(names)}: name at least one, and each once")
+    return names
+
+
+def check_mask(rows: Mask | None, total: int) -> Mask:
+    """A mask of `total` rows; all of them by default."""
+    if rows is None:
+        return np.ones(total, dtype=bool)
+    mask = np.asarray(rows)
+    if mask.dtype != bool or mask.shape != (total,):
+        raise ProbeError(f"rows must be {total} booleans, one for each row of the store; got {mask.dtype} {mask.shape}")
+    return mask
+
+
+def check_finite(states: torch.Tensor, numbers: NDArray[np.integer], where: str) -> None:
+    """ProbeError that lists the rows (by their `numbers`) whose states are infinite or not a number."""
+    if torch.isfinite(states.sum()):  # a sum is much cheaper, and finite only if all are
+        return
+    broken = numbers[(~torch.isfinite(states)).any(dim=1).numpy()]
+    if len(broken):
+        raise ProbeError(
+            f"{len(broken)} rows have states {where} that are NaN or infinite ({list_rows(broken)}): leave these rows "
+            "or the site out, or capture again in bfloat16 or float32"
+        )
+
+
+def list_rows(numbers: NDArray[np.integer], most: int = 5) -> str:
+    """`row 3`, `rows 3, 8` or `rows 3, 8, 9, 11, 20 and 7 more`."""
+    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
+    return f"row{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:most].tolist()))}{more}"

@@ -2,7 +2,7 @@
 
 part        from                                     what it decides
 fit         train prompts, 80 % of their groups      the weights
-selection   train prompts, 20 % of their groups      site, penalty, calibration, threshold
+selection   train prompts, 20 % of their groups      site, estimator, penalty, calibration, threshold
 test        validation prompts                       nothing: every reported number
 """
 
@@ -11,38 +11,29 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePath
 from typing import Any, Literal
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from activations.provenance import provenance
 from activations.target import Fingerprint
 from probes.artifact import Probe, ProbeConfig, ProbeError
-from probes.baselines import FITS, baseline_scores
-from probes.evaluation import Evaluation, auc_difference, best_f1_threshold, evaluate, reliability
-from probes.linear import LinearProbe
-from probes.result import SiteResult, TrainResult
-from probes.rows import (
-    PARTS,
-    Label,
-    Mask,
-    Rows,
-    Store,
-    check_classes,
-    choose_sites,
-    labels_of,
-    manifest_hash,
-    split_rows,
-)
+from probes.baselines import FITS
+from probes.calibration import sigmoid_parts
+from probes.estimators import ESTIMATORS
+from probes.reading import is_serving, logits_at, sites_of
+from probes.result import Chosen, Report, TrainResult
+from probes.rows import Label, Store, choose_sites, manifest_hash
+from probes.study import BEST, Findings, StudyConfig, Subject, measure, study
+from probes.sweep import Fitted, Recipe, sweep
+from probes.task import SCOPES, LabelOf, Task, logit, task_of
+from probes.thresholds import ThresholdConfig, best_f1_threshold, choose
 
-SERVING_KINDS = ("resid_post", "resid_pre")
-"""Block boundaries: the only states that serving engines hand out."""
-SELECTION_RESAMPLES = 200
 Progress = Callable[[int, int, str], None]
+SAVED = ("linear", "means", "mlp", "mlp2")
+"""Estimators that an artifact can hold."""
+STUDY_STEPS = 60
+"""About how many steps a study tells of."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +46,13 @@ class TrainConfig:
     a suffix match, span_1 is always 1 (unless its span is longer than the match) and cannot guide a switch."""
     follow_m: int = 1
     """Accepted length from which `follow` is 1."""
+    labels: tuple[str, ...] = ()
+    """Further labels of the sweep, such as span_0, span_1 or follow_4; each is measured at its own best site."""
     sites: tuple[str, ...] = ()
-    """Sites to fit, such as resid_mid.*; all of the store's if empty."""
+    """Sites to fit, such as resid_mid.*; all of the store's if empty. Sites joined by + are read side by side:
+    resid_mid.18+resid_mid.20."""
+    estimators: tuple[str, ...] = ("linear",)
+    """Estimators to fit at each site; the first is the probe that is saved, the others are compared with it."""
     keep: tuple[str, ...] = ()
     """Sites that get an artifact of their own beside the best and the serving one."""
     conditional: bool = False
@@ -64,11 +60,15 @@ class TrainConfig:
     match: int = 5
     """Shortest match length that counts as a suffix match: what the copy drafter is asked with (its kappa)."""
     l2: tuple[float, ...] = (1e-5, 1e-4, 1e-3, 1e-2)
-    """Penalties to choose from at each site."""
+    """Penalties of the linear probe to choose from at each site."""
     bias: bool = True
     """Whether the probe has a bias."""
     select_by: Literal["roc_auc", "average_precision", "f1"] = "roc_auc"
     """The selection part's metric that chooses penalty and site."""
+    threshold: ThresholdConfig = field(default_factory=ThresholdConfig)
+    """How the threshold is chosen, on the selection part."""
+    calibration: Literal["sigmoid", "temperature"] = "sigmoid"
+    """How the saved probes are calibrated, on the selection part."""
     selection_share: float = 0.2
     """Share of the train groups that is kept for selection."""
     resamples: int = 1000
@@ -81,6 +81,12 @@ class TrainConfig:
             raise ValueError(f"follow_m is {self.follow_m}; it must be 1 or more")
         if self.match < 1:
             raise ValueError(f"match is {self.match}; it must be 1 or more")
+        for label in self.labels:
+            LabelOf.parse(label, self.match)  # checks itself
+        if unknown := [e for e in self.estimators if e not in ESTIMATORS]:
+            raise ValueError(f"no estimator {unknown[0]!r}: choose of {', '.join(ESTIMATORS)}")
+        if not self.estimators or self.estimators[0] not in SAVED:
+            raise ValueError(f"the first estimator is saved as a probe, and must be one of {', '.join(SAVED)}")
         if not self.l2 or not all(0 < penalty < math.inf for penalty in self.l2):
             raise ValueError(f"l2 is {self.l2}; at least one penalty is needed, and each must be above 0")
         if self.seed < 0:
@@ -91,198 +97,180 @@ class TrainConfig:
             raise ValueError(f"resamples is {self.resamples}; it must be 1 or more")
 
 
-def train(store: Store, config: TrainConfig | None = None, progress: Progress | None = None) -> TrainResult:
+def train(
+    store: Store,
+    config: TrainConfig | None = None,
+    progress: Progress | None = None,
+    measured: StudyConfig | None = None,
+) -> TrainResult:
     """Fit a probe at every chosen site of the store and evaluate the best one, the serving one and the baselines.
 
-    `progress(done, total, what)` is called as the work goes on. Raises ProbeError where the store does not allow it.
+    With `measured`, the best one is also put to the tests of a reviewer (strata, controls, transfer, and what it adds
+    to surface and logits). `progress(done, total, what)` is called as the work goes on. Raises ProbeError where the
+    store does not allow it.
     """
-    return _Training(store, config or TrainConfig(), progress or (lambda done, total, what: None)).run()
+    return _Training(store, config or TrainConfig(), progress or (lambda done, total, what: None), measured).run()
 
 
 class _Training:
-    """One run: the rows, their labels and parts, and the steps over them."""
+    """One run: the question, and the steps to its answer."""
 
-    def __init__(self, store: Store, config: TrainConfig, progress: Progress) -> None:
-        self.store, self.config, self._progress = store, config, progress
-        try:
-            self.target = Fingerprint(**store.manifest["target"])
-            self.target_name = str(store.manifest["target_name"])
-        except (KeyError, TypeError) as error:
-            raise ProbeError(f"the store does not say whose states it holds ({error!r}): capture them again") from error
-        self.sites = choose_sites(store, config.sites)
+    def __init__(self, store: Store, config: TrainConfig, progress: Progress, measured: StudyConfig | None) -> None:
+        self.store, self.config, self._progress, self.measured = store, config, progress, measured
+        self.target, self.target_name = target_of(store)
+        self.sites = sites_of(store, config.sites)
         self.kept = choose_sites(store, config.keep) if config.keep else []
-        self.rows: Rows = store.rows()
-        self.y = labels_of(self.rows, config.label, config.follow_m)
-        self.split = split_rows(self.rows, config.selection_share, config.seed)
-        known = self.y >= 0
-        match = known & (self.rows["match_length"] >= config.match)
-        self.only_matches = config.conditional or config.label == "follow"
-        self.scope: Mask = match if self.only_matches else known
-        check_classes(self.y, self.split.part, self.scope, config.label)
-        fit, selection, test = (self.split.part == part for part in PARTS)
-        self.fit, self.selection = self.scope & fit, self.scope & selection
-        # A gate asks only where there is a match: threshold and calibration are for those rows.
-        self.asked = match & selection if len(np.unique(self.y[match & selection])) == 2 else self.selection
-        self.tests: dict[str, Mask] = {}
-        if config.label != "follow":
-            self.tests["all"] = known & test
-        if (match & test).any():
-            self.tests["match"] = match & test
-        self.done, self.total = 0, len(self.sites) + 2 * len(self.kept) + 2 + FITS
+        share, resamples, seed = config.selection_share, config.resamples, config.seed
+        asked = LabelOf(config.label, config.follow_m, config.match, config.conditional)
+        self.task = task_of(store, asked, share, resamples, seed)
+        others = [LabelOf.parse(text, config.match) for text in config.labels]
+        self.tasks = [self.task]
+        self.tasks += [task_of(store, o, share, resamples, seed) for o in others if o.name != asked.name]
+        self.done, cells = 0, len(self.sites) * len(config.estimators)
+        self.total = cells + len(self.kept) + 2 + len(self.kept) + FITS + (STUDY_STEPS if measured else 0)
 
     def run(self) -> TrainResult:
         started = time.perf_counter()
-        fitted: dict[str, tuple[LinearProbe, SiteResult]] = {}
-        for site in [*self.sites, *(s for s in self.kept if s not in self.sites)]:
-            self._say(f"fitting {site}")
-            fitted[site] = self._fit_site(site)
-        ranked = sorted(self.sites, key=lambda site: self._value(fitted[site][1]), reverse=True)
-        chosen = {"best": ranked[0]}
-        if boundaries := [site for site in ranked if site.split(".")[0] in SERVING_KINDS]:
+        first, *compared = self.config.estimators
+        every = [*self.sites, *(s for s in self.kept if s not in self.sites)]
+        recipes = [self._recipe(site, first) for site in every]
+        recipes += [self._recipe(site, other) for site in self.sites for other in compared]
+        penalties = {name: self.config.l2 if name == "linear" else (None,) for name in self.config.estimators}
+        cells = sweep(self.store, self.tasks, recipes, penalties, self.config.select_by, self._say)
+        asked = self.task.asked.name
+        mine = {c.recipe.site: c for c in cells if c.result.label == asked and c.recipe.estimator == first}
+        ranked = sorted(self.sites, key=lambda site: self._value(mine[site]), reverse=True)
+        chosen = {BEST: ranked[0]}
+        if boundaries := [site for site in ranked if is_serving(site)]:
             chosen["serving"] = boundaries[0]
         chosen |= {site: site for site in self.kept}
 
-        scores: dict[str, NDArray[np.floating]] = {}
         probes: dict[str, Probe] = {}
-        evaluations: dict[str, dict[str, Evaluation]] = {}
+        subjects: dict[str, Subject] = {}
         for name, site in chosen.items():
             self._say(f"evaluating {site}")
-            probes[name], scores[name], evaluations[name] = self._finish(*fitted[site])
-        for name, score in baseline_scores(self.rows, self.y, self.fit, self.config.seed, self._say).items():
-            evaluations[name] = self._evaluate(score)
+            probes[name], subjects[name] = self._finish(mine[site])
+        findings = (
+            measure(self.task, subjects, self._say)[0]
+            if self.measured is None
+            else study(self.task, self.store, subjects, self.measured, self._say, self.config.threshold)
+        )
+        for name, probe in probes.items():
+            probe.config = replace(probe.config, metrics=card_metrics(findings, name, mine[chosen[name]]))
         self._progress(self.total, self.total, "done")
-        asked = list(self.tests.values())[-1]  # rows with a match, where there are any
-        return TrainResult(
-            config=asdict(self.config),
-            target_name=self._target_name(),
+        report = Report(
+            label={"name": asked, **asdict(self.task.asked)},
+            target=self.target_name,
             store=manifest_hash(self.store),
-            split=self.split.counts(self.rows, self.scope),
-            sites=[fitted[site][1] for site in self.sites],
-            probes=probes,
-            evaluations=evaluations,
-            behind={
-                name: {scope: auc_difference(evaluations["best"][scope], e) for scope, e in found.items()}
-                for name, found in evaluations.items()
-                if name != "best"
+            split=self.task.split.counts(self.task.rows, self.task.scope),
+            config=asdict(self.config) | (asdict(self.measured) if self.measured else {}),
+            probes={
+                name: {
+                    "site": p.config.site,
+                    "estimator": mine[chosen[name]].recipe.estimator,
+                    "threshold": p.config.threshold,
+                    "threshold_rule": p.config.threshold_rule,
+                    "l2": mine[chosen[name]].recipe.l2,
+                }
+                for name, p in probes.items()
             },
-            reliability={name: reliability(self.y[asked], scores[name][asked]) for name in probes},
+            findings=findings,
             provenance=provenance(seed=self.config.seed),
             seconds=time.perf_counter() - started,
+            sites=[c.result for c in cells if c.recipe.site in self.sites],
+            chosen=[self._chosen(task, [c for c in cells if c.result.label == task.asked.name]) for task in self.tasks],
         )
+        return TrainResult(probes, report)
 
     def _say(self, what: str) -> None:
         self._progress(self.done, self.total, what)
-        self.done = min(self.done + 1, self.total)
+        self.done = min(self.done + 1, self.total - 1)
 
-    # -- fitting, on the fit and selection parts ------------------------------------------------------
+    def _recipe(self, site: str, estimator: str) -> Recipe:
+        return Recipe(site, estimator, None, self.config.bias, self.config.seed)
 
-    def _states(self, site: str) -> torch.Tensor:
-        states = self.store.states(site)
-        if states.ndim != 2 or len(states) != len(self.y):
-            raise ProbeError(f"the store has {len(self.y)} rows, but states of shape {list(states.shape)} at {site}")
-        broken = int((~torch.isfinite(states)).any(dim=1).sum())
-        if broken:
-            raise ProbeError(
-                f"{broken} rows have states at {site} that are not finite: leave the site out with --sites, or capture "
-                "again in bfloat16 or float32"
-            )
-        return states
+    def _value(self, cell: Fitted) -> float:
+        return cell.result.value(self.config.select_by)
 
-    def _fit_site(self, site: str) -> tuple[LinearProbe, SiteResult]:
-        """The best penalty's probe."""
-        states = self._states(site)
-        fit, selection = (states[torch.from_numpy(rows)].float().numpy() for rows in (self.fit, self.selection))
-        tried = []
-        for l2 in self.config.l2:
-            probe = LinearProbe(l2=l2, fit_intercept=self.config.bias).fit(fit, self.y[self.fit])
-            tried.append((probe, self._select(site, probe, probe.decision_function(selection))))
-        return max(tried, key=lambda one: self._value(one[1]))
-
-    def _select(self, site: str, probe: LinearProbe, score: NDArray[np.floating]) -> SiteResult:
-        rows, seed = self.selection, self.config.seed
-        threshold = best_f1_threshold(self.y[rows], score)
-        found = evaluate(
-            self.y[rows],
-            score,
-            self.rows["document"][rows],
-            threshold=threshold,
-            resamples=min(SELECTION_RESAMPLES, self.config.resamples),
-            seed=seed,
+    def _chosen(self, task: Task, cells: list[Fitted]) -> Chosen:
+        """The best cell of a label on the test part."""
+        cells = [c for c in cells if c.recipe.site in self.sites]
+        best = max(cells, key=self._value)
+        score = logits_at(self.store, best.recipe.site, len(task.y), lambda states: logit(best.probe, states.numpy()))
+        threshold = best_f1_threshold(task.y[task.selection], score[task.selection])
+        return Chosen(
+            task.asked.name, best.recipe.site, best.recipe.estimator, len(cells), task.measure(score, threshold)
         )
-        assert found.f1 is not None
-        average_precision, f1 = found.average_precision.estimate, found.f1.estimate
-        return SiteResult(site, probe.l2, found.roc_auc, average_precision, f1, probe.n_iter_)
 
-    def _value(self, result: SiteResult) -> float:
-        """What a site is chosen by."""
-        value = getattr(result, self.config.select_by)
-        return float(getattr(value, "estimate", value))
+    def _finish(self, cell: Fitted) -> tuple[Probe, Subject]:
+        """The artifact of a cell, and its scores of all rows."""
+        task, site, count = self.task, cell.recipe.site, len(self.task.y)
+        config = self._probe_config(cell.recipe)
+        raw = logits_at(self.store, site, count, Probe.from_estimator(config, cell.probe).logit)
+        gate = task.gate
+        parts = sigmoid_parts(self.config.calibration, raw[gate], task.y[gate])
+        probe = Probe.from_estimator(config, cell.probe, parts)
+        subject = Subject(cell.recipe, logits_at(self.store, site, count, probe.logit), 0.5, raw)
+        score = subject.score  # what is measured is the artifact itself
+        try:
+            chosen = choose(self.config.threshold, task.y[gate], score[gate], task.rows["accepted"][gate])
+        except ValueError as error:
+            raise ProbeError(f"the probe at {cell.recipe.site}: {error}") from error
+        asked = "all rows" if gate is task.selection and not self._only_matches else SCOPES["match"]
+        threshold = min(chosen.threshold, 1.0)  # never copying is infinite
+        probe.config = replace(
+            config, threshold=threshold, threshold_rule=f"{chosen.rule} on {asked} of the selection part"
+        )
+        return probe, replace(subject, threshold=threshold)
 
-    # -- artifacts and the test part --------------------------------------------------------------------
+    @property
+    def _only_matches(self) -> bool:
+        return self.config.conditional or self.config.label == "follow"
 
-    def _finish(
-        self, fitted: LinearProbe, selected: SiteResult
-    ) -> tuple[Probe, NDArray[np.floating], dict[str, Evaluation]]:
-        """The artifact of a fitted site, its scores of all rows, and its evaluation on the test part."""
-        site, states = selected.site, self._states(selected.site)
-        weight = torch.from_numpy(fitted.coef_[0] * fitted.rms_)
-        parts = (weight, float(fitted.intercept_[0]), 1 / fitted.rms_)
-        config = self._probe_config(site, states.shape[1])
-        logits = Probe(config, *parts).logit(states).numpy().astype(np.float64)
-        asked = self.asked
-        sigmoid = LinearProbe(l2=1e-6).fit(logits[asked, None], self.y[asked])
-        probe = Probe(config, *parts, (float(sigmoid.coef_[0, 0]), float(sigmoid.intercept_[0])))
-        score = probe.score(states).numpy()  # what is measured below is the artifact itself
-        threshold = best_f1_threshold(self.y[asked], score[asked])
-        evaluations = self._evaluate(score, threshold)
-        metrics: dict[str, Any] = {
-            {"all": "all rows", "match": "rows with a suffix match"}[scope]: found.to_dict()
-            for scope, found in evaluations.items()
-        }
-        metrics["selection part"] = {"roc_auc": selected.roc_auc.to_dict(), "l2": selected.l2}
-        probe.config = replace(config, threshold=threshold, metrics=metrics)
-        return probe, score, evaluations
-
-    def _probe_config(self, site: str, width: int) -> ProbeConfig:
+    def _probe_config(self, recipe: Recipe) -> ProbeConfig:
         """All of a probe's config but threshold and metrics."""
         config, manifest = self.config, self.store.manifest
-        asked = "all rows" if self.asked is self.selection and not self.only_matches else "rows with a suffix match"
         settings = {
             **manifest.get("config", {}).get("labels", {}),
             "follow_m": config.follow_m,
             "match": config.match,
-            "rows": "with a suffix match" if self.only_matches else "all",
+            "rows": "with a suffix match" if self._only_matches else "all",
         }
         return ProbeConfig(
-            site=site,
-            width=width,
+            site=recipe.site,
+            width=self.target.width,
+            kind="mlp" if recipe.estimator in ("mlp", "mlp2") else "linear",
             label=config.label,
             label_settings=settings,
             threshold=0.5,
-            threshold_rule=f"best F1 on {asked} of the selection part",
+            threshold_rule="",
             target=self.target,
-            target_name=self._target_name(),
+            target_name=self.target_name,
             store=manifest_hash(self.store),
-            split=self.split.counts(self.rows, self.scope),
+            split=self.task.split.counts(self.task.rows, self.task.scope),
             metrics={},
             provenance=provenance(seed=config.seed),
         )
 
-    def _target_name(self) -> str:
-        """The target as it was named, without the place of a folder."""
-        name = self.target_name
-        return PurePath(name).name if name.startswith(("/", "~", ".")) else name
 
-    def _evaluate(self, score: NDArray[np.floating], threshold: float | None = None) -> dict[str, Evaluation]:
-        """On each scope of the test part."""
-        return {
-            scope: evaluate(
-                self.y[rows],
-                score[rows],
-                self.rows["document"][rows],
-                threshold=threshold,
-                resamples=self.config.resamples,
-                seed=self.config.seed,
-            )
-            for scope, rows in self.tests.items()
+def target_of(store: Store) -> tuple[Fingerprint, str]:
+    """Whose states a store holds: its fingerprint, and its name without the place of a folder."""
+    try:
+        target, name = Fingerprint(**store.manifest["target"]), str(store.manifest["target_name"])
+    except (KeyError, TypeError) as error:
+        raise ProbeError(f"the store does not say whose states it holds ({error!r}): capture them again") from error
+    return target, PurePath(name).name if name.startswith(("/", "~", ".")) else name
+
+
+def card_metrics(findings: Findings, name: str, cell: Fitted) -> dict[str, Any]:
+    """What the model card tells of a probe: the numbers of the report."""
+    found: dict[str, Any] = {SCOPES[s]: e.to_dict() for s, e in findings.evaluations[name].items()}
+    if name == BEST and findings.gains:
+        found[f"AUC over {findings.gain_over}"] = {
+            f"{stacked}, {SCOPES[s]}": gain["roc_auc"].to_dict()
+            for stacked, scopes in findings.gains.items()
+            for s, gain in scopes.items()
         }
+        found["AUC of controls"] = {c.name: c.roc_auc.to_dict() for c in findings.controls if c.roc_auc}
+    found["selection part"] = {"roc_auc": cell.result.roc_auc.to_dict(), "l2": cell.result.l2}
+    return found

@@ -18,6 +18,7 @@ COMMANDS = {
     "capture": "Store hidden states and copy labels of a target's own text.",
     "captures": "Check, describe, merge and export capture stores.",
     "train": "Fit a probe or train an EAGLE-3 head.",
+    "evaluate": "Measure finished probes on a capture store.",
     "write": "Let the target write bulk text for training drafters.",
     "profile": "Measure what each part of a step costs on this machine.",
     "bench": "Compare modes on prompts, beside Hugging Face generate.",

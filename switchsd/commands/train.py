@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from decoding.eagle.training import EagleTrainConfig
+from probes.study import StudyConfig
 from probes.train import TrainConfig
 from switchsd.loading import LoadConfig
 from switchsd.options import UsageError, check_folder
-from switchsd.show import AsJson, as_json, bar, notes, out, table
+from switchsd.show import AsJson, as_json, bar, notes, out
 
 
 def eagle(
@@ -69,45 +70,35 @@ def eagle(
 def probe(
     store: Annotated[Path, typer.Argument(help="A capture store, as `switchsd capture` makes it.")],
     config: TrainConfig,
+    study: StudyConfig,
     folder: Annotated[
         Path | None, typer.Option("--out", help="Where the probes go; by default where `generate` finds them.")
     ] = None,
     json: AsJson = False,
 ) -> None:
     """Fit a probe at every captured site, and keep the best one and the serving one."""
-    from activations.store import CaptureStore
     from probes.plot import plot
     from probes.train import train
     from switchsd.artifacts import cached
+    from switchsd.commands.evaluate import open_store, show
 
     if folder is not None:
         check_folder(folder)
-    opened = CaptureStore.open(store)
-    if opened.manifest.get("selection") == "all":
-        raise UsageError(f"{store} has no copy labels, which a probe needs: make one with `switchsd capture`")
-    with bar(f"checking {store}"):
-        opened.verify()
+    opened = open_store(store)
     with bar("reading the store", 1) as progress:
 
-        def show(done: int, total: int, what: str) -> None:
+        def tell(done: int, total: int, what: str) -> None:
             progress.say(what)
             progress.to(done, total)
 
-        result = train(opened, config, show)
+        result = train(opened, config, tell, study)
     where = folder or cached("probe", result.target_name)
     result.save(where)
     plot(result, where / "train.png")
     if json:
-        as_json({"folder": str(where), **result.to_dict()})
+        as_json({"folder": str(where), **result.report.to_dict()})
         return
-    scopes = {"all": "all rows", "match": "rows with a suffix match"}
-    for scope, text in scopes.items():
-        found = [(name, e[scope]) for name, e in result.evaluations.items() if scope in e]
-        if found:
-            sites = {name: f" ({probe.config.site})" for name, probe in result.probes.items()}
-            rows = [(name + sites.get(name, ""), e.roc_auc, e.average_precision) for name, e in found]
-            title = f"test part, {text}: {found[0][1].rows} rows, base rate {found[0][1].base_rate.estimate:.3f}"
-            out.print(table(["score", "AUC [95 %]", "average precision [95 %]"], rows, title=title))
+    show(result.report)
     out.print(f"Probes and all tables: {where}")
     if folder is None:
         notes.print(

@@ -19,6 +19,7 @@ from decoding.decoder import Decoder, Event, Generation
 from decoding.modes import MODES, DecodingError, ModeSettings
 from decoding.request import Request
 from decoding.tree import DraftTree
+from probes.artifact import Probe, ProbeConfig
 
 FAMILIES = ["llama", "qwen3", "gemma3"]
 MODE_NAMES = ["ar", "copy", "eagle", "switchsd"]
@@ -81,7 +82,7 @@ class HalfRight:
 class Coin:
     """A probe whose output is an arbitrary function of the state, on both sides of the threshold."""
 
-    config = SimpleNamespace(site="resid_mid.2", threshold=0.5, kappa=5, to_dict=lambda: {"site": "resid_mid.2"})
+    config = SimpleNamespace(sites=("resid_mid.2",), threshold=0.5, kappa=5, to_dict=lambda: {"site": "resid_mid.2"})
 
     def __init__(self) -> None:
         self.scored: list[torch.Tensor] = []
@@ -202,11 +203,39 @@ def test_intent_is_read_at_the_anchor(small_target, reference_model) -> None:  #
     decoder = decoder_for(target, truth)
     generations = decoder.generate(prompts, mode="switchsd", max_new_tokens=20)
     for number, generation in enumerate(generations):
-        with target.read([Coin.config.site]) as reader:
+        with target.read(Coin.config.sites) as reader:
             target.forward(torch.tensor([[*prompts[number], *generation.tokens]]), KVCache(1))
             [states] = reader.states.values()
         for record in (r for r in decoder.trace if r.request == number):
             assert record.intent == pytest.approx(float(Coin().score(states[0, record.position - 1])), abs=1e-4)
+
+
+def test_an_mlp_reads_several_sites_side_by_side(small_target, reference_model) -> None:  # type: ignore[no-untyped-def]
+    """The recorded intent is the artifact's score of the sites' states at the anchor, in the order of its config."""
+    from activations.cache import KVCache
+
+    target, model = small_target("llama"), reference_model("llama")
+    draw = torch.Generator().manual_seed(0)
+    sites = ("resid_post.3", "embed", "resid_mid.1")  # not in the order of the forward
+    config = ProbeConfig(
+        "+".join(sites), target.width, "follow", {"match": 2}, 0.5, "none", target.fingerprint, "small", "00", {}, {},
+        {}, kind="mlp",
+    )  # fmt: skip
+    matrix = torch.randn(5, 3 * target.width, generator=draw)
+    probe = Probe(config, torch.randn(5, generator=draw), hidden=[(matrix, torch.randn(5, generator=draw))])
+    prompts = [[1, 5, 9, 5, 9, 5], [2, 7, 7, 8, 3, 7, 7, 8, 3]]
+    decoder = Decoder(target, probe=probe, settings=ModeSettings(kappa=2, copy_nodes=4))
+    generations = decoder.generate(prompts, mode="switchsd", max_new_tokens=20)
+    intents = []
+    for number, generation in enumerate(generations):
+        assert generation.tokens == greedy(model, prompts[number], 20)
+        with target.read(sites) as reader:
+            target.forward(torch.tensor([[*prompts[number], *generation.tokens]]), KVCache(1))
+            whole = torch.cat([reader.states[s][0] for s in target.sites(sites)], dim=-1)
+        for record in (r for r in decoder.trace if r.request == number):
+            assert record.intent == pytest.approx(float(probe.score(whole[record.position - 1])), abs=1e-4)
+            intents.append(record.intent)
+    assert max(intents) - min(intents) > 0.1
 
 
 # -- sampling ---------------------------------------------------------------------------------------

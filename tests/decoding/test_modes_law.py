@@ -84,7 +84,7 @@ class Random:
 
 def sampled(mode: str) -> torch.Tensor:
     probe = SimpleNamespace(
-        config=SimpleNamespace(site="resid_post.0", threshold=0.5, kappa=5, to_dict=dict),
+        config=SimpleNamespace(sites=("resid_post.0",), threshold=0.5, kappa=5, to_dict=dict),
         score=lambda state: torch.sigmoid(state.sum(-1) * 5),
     )
     settings = ModeSettings(kappa=1, candidates=3, depth=3, copy_nodes=5, neural_nodes=4)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from activations.store import CaptureStore, StoreWriter
 from activations.target import Fingerprint
 
 TARGET = Fingerprint("LlamaForCausalLM", 12, 3, "0123456789abcdef", "aaaa")
@@ -43,6 +46,8 @@ class FakeStore:
             "margin": rng.random(count).astype(np.float32),
             "next_logprob": np.where(matched, -2 + 2 * copied + 0.1 * rng.normal(size=count), np.nan).astype("f4"),
         }
+        tokens = np.random.default_rng(seed + 1).integers(0, 40, (2, count), dtype=np.int32)
+        self._rows |= {"token": tokens[0], "pending": tokens[1]}
         for ahead in range(3):
             span = copied.astype(np.int8)
             span[np.arange(count) % length >= length - 1 - ahead] = -1
@@ -75,3 +80,23 @@ class FakeStore:
 def fake_store() -> type[FakeStore]:
     """fake_store(documents=60, length=40, seed=0, split=True) -> FakeStore, a new one each time."""
     return FakeStore
+
+
+@pytest.fixture
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., CaptureStore]:
+    """stored({site: states}, shard=50, **columns) -> a capture store on disk, `shard` rows in a shard."""
+
+    def make(states: dict[str, torch.Tensor], shard: int = 50, **columns: np.ndarray) -> CaptureStore:
+        folder: Path = tmp_path_factory.mktemp("store")
+        count = len(next(iter(states.values())))
+        columns = {"document": np.arange(count) // 10, **columns}
+        with StoreWriter(folder, {"config": {}}, list(states)) as writer:
+            for start in range(0, count, shard):
+                rows = slice(start, start + shard)
+                writer.write(
+                    {name: column[rows] for name, column in columns.items()},
+                    {site: state[rows] for site, state in states.items()},
+                )
+        return CaptureStore.open(folder)
+
+    return make

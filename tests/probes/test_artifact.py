@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -69,6 +70,77 @@ def test_score_is_the_calibrated_probability(
     torch.testing.assert_close(score.double(), expected, atol=1e-5, rtol=1e-5)
 
 
+def make_mlp(units: tuple[int, ...] = (5, 3), sites: str = "resid_mid.2+embed") -> Probe:
+    draw = torch.Generator().manual_seed(2)
+    config = replace(make().config, site=sites, kind="mlp")
+    sizes = [6 * len(config.sites), *units]
+    hidden = [
+        (torch.randn(leaves, enters, generator=draw), torch.randn(leaves, generator=draw))
+        for enters, leaves in pairwise(sizes)
+    ]
+    return Probe(config, torch.randn(units[-1], generator=draw), 0.25, 0.5, (2.0, -1.0), hidden)
+
+
+@pytest.mark.parametrize("units", [(5,), (5, 3)])
+@pytest.mark.parametrize("sites", ["resid_mid.2", "resid_mid.2+embed"])
+def test_an_mlp_and_its_sites_come_back(tmp_path: Path, units: tuple[int, ...], sites: str) -> None:
+    probe = make_mlp(units, sites)
+    other = Probe.from_pretrained(probe.save_pretrained(tmp_path))
+    assert other.config == probe.config and other.config.kind == "mlp"
+    assert json.loads((tmp_path / "config.json").read_text())["sites"] == sites.split("+")
+    assert all(f"`{site}`" in (tmp_path / "README.md").read_text() for site in sites.split("+"))
+    states = torch.randn(4, 7, 6 * len(other.config.sites), generator=torch.Generator().manual_seed(3))
+    x = states.double() * 0.5
+    for n in range(len(units)):
+        w, b = (probe.tensors[f"hidden.{n}.{part}"].double() for part in ("weight", "bias"))
+        x = (x @ w.T + b).clamp_min(0)
+    expected = torch.sigmoid(2 * (x @ probe.tensors["weight"].double() + 0.25) - 1)
+    torch.testing.assert_close(other.score(states).double(), expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ProbeError, match=r"this probe reads states of width 6.*, got shape \(2, 5\)"):
+        other.score(torch.zeros(2, 5))
+
+
+def test_a_linear_probe_of_two_sites(tmp_path: Path) -> None:
+    config = replace(make().config, site="embed+resid_post.3")
+    probe = Probe(config, torch.arange(12.0), scale=2.0)
+    other = Probe.from_pretrained(probe.save_pretrained(tmp_path))
+    assert other.config.sites == ("embed", "resid_post.3") and other.config == config
+    torch.testing.assert_close(other.logit(torch.ones(12)), torch.tensor(2 * 66.0))
+
+
+@pytest.mark.parametrize(("kind", "says"), [("linear", "has tensors .*hidden"), ("mlp", "has shape")])
+def test_hidden_layers_that_do_not_fit(tmp_path: Path, kind: str, says: str) -> None:
+    make_mlp().save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values |= {"kind": kind, "sites": values["sites"][: 2 if kind == "linear" else 1]}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ProbeError, match=says):
+        Probe.from_pretrained(tmp_path)
+
+
+def test_an_mlp_without_hidden_layers_is_refused() -> None:
+    with pytest.raises(ProbeError, match=r"expected .*hidden\.0\.weight"):
+        Probe(replace(make().config, kind="mlp"), torch.ones(6))
+
+
+def test_version_1_reads_as_it_did_and_is_written_so(tmp_path: Path) -> None:
+    """Files as the first format had them, with `site` and without `sites`."""
+    probe = make()
+    probe.save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["sites"]
+    old = {"site": "resid_mid.2", **values, "version": 1}
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    read = Probe.from_pretrained(tmp_path)
+    assert read.config == replace(probe.config, version=1) and read.config.sites == ("resid_mid.2",)
+    assert read.config.to_dict() == old
+    states = torch.randn(5, 6)
+    assert torch.equal(read.score(states), probe.score(states))
+    (tmp_path / "config.json").write_text(json.dumps({**old, "kind": "mlp"}))
+    with pytest.raises(ProbeError, match="version 1 knows linear"):
+        Probe.from_pretrained(tmp_path)
+
+
 def test_score_of_a_state_that_needs_no_gradient() -> None:
     state = torch.ones(6, requires_grad=True)
     assert not make().score(state).requires_grad
@@ -113,8 +185,8 @@ def corrupt(folder: Path, how: str) -> None:
             config.write_text("[]")
         case "version":
             config.write_text(json.dumps({**values, "version": 99}))
-        case "lacks site":
-            config.write_text(json.dumps({k: v for k, v in values.items() if k != "site"}))
+        case "lacks sites":
+            config.write_text(json.dumps({k: v for k, v in values.items() if k != "sites"}))
         case "unknown key":
             config.write_text(json.dumps({**values, "colour": 1}))
         case "target":
@@ -141,7 +213,7 @@ def corrupt(folder: Path, how: str) -> None:
         ("half weights", "cannot read .*probe.safetensors"),
         ("list", "not a JSON object"),
         ("version", "format version 99"),
-        ("lacks site", "lacks site"),
+        ("lacks sites", "lacks sites"),
         ("unknown key", "unknown colour"),
         ("target", "no fingerprint"),
         ("width", r"weight has shape \[6\], expected \[7\]"),
@@ -188,7 +260,9 @@ def test_a_full_disk_leaves_the_older_probe_whole(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("values", "text"),
-    [({"site": "resid_mid.4"}, "blocks 0 to 3"), ({"site": "x"}, "unknown site"), ({"threshold": 2}, "threshold is 2"),
+    [({"sites": ["resid_mid.4"]}, "blocks 0 to 3"), ({"sites": ["x"]}, "unknown site"), ({"sites": []}, "a list of"),
+     ({"sites": "embed"}, "a list of names"), ({"sites": ["embed", "embed"]}, "named twice"),
+     ({"kind": "forest"}, "kind is 'forest'; version 2 knows linear, mlp"), ({"threshold": 2}, "threshold is 2"),
      ({"threshold": "x"}, "damaged")],
 )  # fmt: skip
 def test_a_config_that_cannot_be_meant(tmp_path: Path, values: dict[str, Any], text: str) -> None:

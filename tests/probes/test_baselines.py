@@ -5,7 +5,26 @@ from typing import Any
 import numpy as np
 from sklearn.metrics import roc_auc_score
 
-from probes.baselines import FITS, LEAK, LOGITS, SURFACE, baseline_scores, logits_features, surface_features
+from probes.baselines import (
+    BASE_RATE,
+    FITS,
+    LEAK,
+    LOGITS,
+    SURFACE,
+    WITH_PROBE,
+    baselines,
+    logits_features,
+    skipped,
+    surface_features,
+    with_probe,
+)
+from probes.task import LabelOf, Task, measured_task, task_of
+
+SPAN = LabelOf("span_1")
+
+
+def task(store: Any) -> Task:
+    return task_of(store, SPAN, 0.2, 20, 0)
 
 
 def test_features_are_finite_and_zero_without_a_match(fake_store: Any) -> None:
@@ -22,24 +41,77 @@ def test_features_are_finite_and_zero_without_a_match(fake_store: Any) -> None:
 
 def test_scores_use_only_fit_rows_labels(fake_store: Any) -> None:
     """Labels outside the fit part change no score."""
-    rows = fake_store().rows()
-    fit = rows["document"] < 30
-    y = np.maximum(rows["span_1"], 0)
-    scores = baseline_scores(rows, y, fit)
-    other = baseline_scores(rows, np.where(fit, y, 1 - y).astype(np.int8), fit)
-    assert scores.keys() == other.keys()
-    for name, score in scores.items():
-        assert np.isfinite(score).all()
-        np.testing.assert_array_equal(score, other[name])
+    store = fake_store()
+    first = task(store)
+    column = store._rows["span_1"]
+    away = (first.split.part != "fit") & (column >= 0)
+    column[away] = 1 - column[away]
+    other = task(store)
+    scores, changed = baselines(first), baselines(other)
+    assert scores.keys() == changed.keys()
+    for name, found in scores.items():
+        assert np.isfinite(found.score[first.test]).all()
+        np.testing.assert_array_equal(found.score, changed[name].score)
+    probe = np.random.default_rng(0).normal(size=len(first.y))
+    states = probe[:, None].repeat(3, axis=1)
+    for name, found in with_probe(first, probe, states, 1e-2).items():
+        np.testing.assert_array_equal(found.score, with_probe(other, probe, states, 1e-2)[name].score)
+
+
+def test_cross_fitted_scores_do_not_see_their_own_group(fake_store: Any) -> None:
+    store = fake_store(split=False)
+    first = measured_task(store, SPAN, 5, 20, 0)
+    flipped = first.folds[0].score & (first.y >= 0)
+    y = np.where(flipped, 1 - first.y, first.y).astype(np.int8)
+    other = Task(SPAN, first.rows, y, first.split, first.folds, 20, 0)
+    scores, changed = baselines(first), baselines(other)
+    for name, found in scores.items():
+        assert np.isfinite(found.score[first.scope]).all()
+        if name != BASE_RATE:
+            np.testing.assert_array_equal(found.score[flipped], changed[name].score[flipped])
+    assert np.ptp(scores[BASE_RATE].score) == 0  # or folds would be told apart by it
 
 
 def test_order_of_the_baselines_is_that_of_what_they_know(fake_store: Any) -> None:
-    rows = fake_store().rows()
-    fit, test = rows["document"] < 30, rows["document"] >= 30
-    y = np.maximum(rows["span_1"], 0)
+    mine = task(fake_store())
     told: list[str] = []
-    scores = baseline_scores(rows, y, fit, progress=told.append)
-    auc = {name: roc_auc_score(y[test], score[test]) for name, score in scores.items()}
+    scores = baselines(mine, told.append)
+    test = mine.tests["all"]
+    auc = {name: roc_auc_score(mine.y[test], found.score[test]) for name, found in scores.items()}
     assert auc[LEAK] > auc["surface, boosted trees"] > 0.7
     assert abs(auc["last-step logits, logistic"] - 0.5) < 0.05  # the fake logits are noise
-    assert len(told) == FITS
+    assert auc[BASE_RATE] == 0.5
+    knows = np.where(mine.y == 1, 1.0, 0.0) + np.random.default_rng(0).normal(size=len(mine.y))
+    stacked = with_probe(mine, knows, None, 1e-2, told.append)
+    assert set(stacked) == set(WITH_PROBE[:2])
+    with_it = roc_auc_score(mine.y[test], stacked[WITH_PROBE[0]].score[test])
+    assert with_it > auc["surface + logits, logistic"] + 0.02
+    assert len(told) == FITS - 1  # without the state
+
+
+def test_columns_that_a_store_may_have(fake_store: Any) -> None:
+    store = fake_store()
+    assert [line.split(":")[0] for line in skipped(store.rows())] == ["lookback ratio", "hidden-state cosine (PLD+)"]
+    rng = np.random.default_rng(0)
+    knows = -store._rows["span_0"] + rng.normal(size=2400)  # the less, the more it is copied
+    store._rows["lookback"] = np.where(rng.random(2400) < 0.3, np.nan, knows).astype(np.float32)
+    store._rows["cosine"] = np.full(2400, np.nan, dtype=np.float32)
+    store._rows["next_logprob"] = np.full(2400, np.nan, dtype=np.float32)
+    mine = task(store)
+    assert [line.split(":")[0] for line in skipped(mine.rows)] == ["hidden-state cosine (PLD+)", "leak check"]
+    scores = baselines(mine)
+    assert "hidden-state cosine (PLD+)" not in scores and LEAK not in scores
+    found = scores["lookback ratio"].score[mine.test]
+    assert roc_auc_score(mine.y[mine.test], found) > 0.6 and np.isfinite(found).all()
+
+
+def test_a_stack_on_scores_of_its_own_fit_rows_is_worse(fake_store: Any) -> None:
+    """Why the probe's log-odds on the fit rows must be of refits: here they are right there and noise elsewhere."""
+    mine = task(fake_store())
+    noise = np.random.default_rng(0).normal(size=len(mine.y))
+    overfit = np.where(mine.split.part == "fit", 4.0 * mine.y, noise)
+    auc = {}
+    for name, score in (("overfit", overfit), ("unseen", noise)):
+        stacked = with_probe(mine, score, None, 1e-2)[WITH_PROBE[0]].score
+        auc[name] = roc_auc_score(mine.y[mine.test], stacked[mine.test])
+    assert auc["unseen"] > auc["overfit"] + 0.02

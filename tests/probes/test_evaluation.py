@@ -4,20 +4,33 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import average_precision_score, f1_score, precision_score, recall_score, roc_auc_score
+from sklearn.metrics import (
+    average_precision_score,
+    brier_score_loss,
+    f1_score,
+    precision_score,
+    recall_score,
+    roc_auc_score,
+)
 
 from probes import evaluation
-from probes.evaluation import Interval, Ranked, auc_difference, best_f1_threshold, evaluate, interval, reliability
+from probes.evaluation import FALSE_ALARMS, METRICS, Interval, Ranked, auc_difference, differences, evaluate, interval
 
 seeds = st.integers(0, 2**32 - 1)
 
 
 def rows(seed: int, count: int = 60, documents: int = 7, levels: int = 9) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Labels, scores with many ties, and documents; both classes occur."""
+    """Labels, scores with many ties (all in [0, 1]), and documents; both classes occur."""
     rng = np.random.default_rng(seed)
     y = rng.integers(0, 2, count)
     y[:2] = [0, 1]
     return y, rng.integers(0, levels, count) / levels + 0.1 * y, rng.integers(0, documents, count)
+
+
+def found_at(y: np.ndarray, score: np.ndarray, rate: float) -> float:
+    """The greatest true positive rate of a threshold whose false positive rate is at most `rate`, one by one."""
+    called = [score >= t for t in np.unique(score)]
+    return max([float(c[y == 1].mean()) for c in called if c[y == 0].mean() <= rate], default=0.0)
 
 
 @given(seeds)
@@ -33,9 +46,11 @@ def test_point_estimates_are_scikit_learns(seed: int) -> None:
     assert result.precision.estimate == pytest.approx(precision_score(y, called, zero_division=np.nan), nan_ok=True)
     assert result.recall.estimate == pytest.approx(recall_score(y, called))
     assert (result.rows, result.documents) == (60, len(set(documents)))
+    assert result.brier is None and result.ece is None
+    assert result.tpr_at_5.estimate == pytest.approx(found_at(y, score, 0.05))
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(seeds)
 def test_a_weighted_draw_equals_repeating_the_documents_rows(seed: int) -> None:
     """The reference of the bootstrap: take each drawn document's rows as often as it was drawn."""
@@ -43,17 +58,27 @@ def test_a_weighted_draw_equals_repeating_the_documents_rows(seed: int) -> None:
     ranked = Ranked(y, score, documents)
     draws = ranked.draws(6, seed)
     names = np.unique(documents)
-    auc, ap, base = ranked.roc_auc(draws), ranked.average_precision(draws), ranked.base_rate(draws)
-    at = ranked.decisions(draws, 0.5)
+    ranking, base = ranked.ranking(draws), ranked.base_rate(draws)
+    auc, ap = ranking["roc_auc"], ranking["average_precision"]
+    at, calibrated = ranked.decisions(draws, 0.5), ranked.calibration(draws / 1.0, bins=4)
+    bins = np.argsort(-score, kind="stable")[::-1]
+    bin_of = np.empty(len(y), dtype=int)
+    for number, part in enumerate(np.array_split(bins, 4)):
+        bin_of[part] = number
     for line, counts in enumerate(draws.astype(int)):
         taken = np.concatenate([np.tile(np.flatnonzero(documents == d), n) for d, n in zip(names, counts, strict=True)])
         yy, ss = y[taken], score[taken]
         assert base[line] == pytest.approx(yy.mean())
+        assert calibrated["brier"][line] == pytest.approx(brier_score_loss(yy, ss, pos_label=1))
+        gaps = [abs((ss - yy)[bin_of[taken] == b].sum()) for b in range(4)]
+        assert calibrated["ece"][line] == pytest.approx(sum(gaps) / len(taken))
         if len(set(yy)) < 2:
             assert np.isnan(auc[line])
             continue
         assert auc[line] == pytest.approx(roc_auc_score(yy, ss))
         assert ap[line] == pytest.approx(average_precision_score(yy, ss))
+        for name, rate in FALSE_ALARMS.items():
+            assert ranking[name][line] == pytest.approx(found_at(yy, ss, rate))
         assert at["f1"][line] == pytest.approx(f1_score(yy, ss >= 0.5, zero_division=np.nan), nan_ok=True)
 
 
@@ -114,16 +139,6 @@ def test_difference_is_paired() -> None:
         auc_difference(first, evaluate(y[1:], score[1:], documents[1:]))
 
 
-@settings(max_examples=25)
-@given(seeds)
-def test_best_threshold_beats_every_other(seed: int) -> None:
-    y, score, _ = rows(seed)
-    best = best_f1_threshold(y, score)
-    values = {t: f1_score(y, score >= t) for t in np.unique(score)}
-    assert values[best] == pytest.approx(max(values.values()))
-    assert best == max(t for t, f in values.items() if f == pytest.approx(values[best]))
-
-
 def test_one_class_has_no_auc() -> None:
     result = evaluate([1, 1, 1], [0.1, 0.2, 0.3], [0, 1, 2], threshold=0.2)
     assert np.isnan(result.roc_auc.estimate) and str(result.roc_auc) == "undefined"
@@ -132,20 +147,8 @@ def test_one_class_has_no_auc() -> None:
 
 
 def test_resamples_without_a_value_are_left_out() -> None:
-    assert interval(np.array([0.5, np.nan, 0.4, 0.6, np.nan])) == Interval(
-        0.5, pytest.approx(0.405), pytest.approx(0.595)
-    )
-
-
-def test_reliability_bins_hold_equally_many_rows() -> None:
-    rng = np.random.default_rng(0)
-    p = rng.random(5000)
-    y = rng.random(5000) < p
-    good, bad = reliability(y, p), reliability(y, p**3)
-    assert good.rows == [500] * 10
-    assert good.error < 0.03 < 0.2 < bad.error
-    assert good.predicted == sorted(good.predicted)
-    assert reliability([0, 1, 1], [0.5, 0.5, 0.5], bins=1).error == pytest.approx(1 / 6)
+    found = interval(np.array([0.5, np.nan, 0.4, 0.6, np.nan]))
+    assert (found.estimate, found.lower, found.upper) == (0.5, pytest.approx(0.405), pytest.approx(0.595))
 
 
 @pytest.mark.parametrize(
@@ -162,6 +165,29 @@ def test_bad_rows(y: list[int], score: list[float], documents: list[int], says: 
         evaluate(y, score, documents)
 
 
-def test_a_threshold_needs_a_positive_row() -> None:
-    with pytest.raises(ValueError, match="no row is positive"):
-        best_f1_threshold([0, 0], [0.1, 0.2])
+def test_every_metric_has_a_paired_difference() -> None:
+    y, score, documents = rows(3)
+    first = evaluate(y, score, documents, threshold=0.5, probability=True, resamples=30)
+    second = evaluate(y, score / 2, documents, threshold=0.5, probability=True, resamples=30)
+    found = differences(first, second)
+    assert set(found) == set(METRICS) - {"base_rate"}
+    for name, gap in found.items():
+        expected = getattr(first, name).estimate - getattr(second, name).estimate
+        assert gap.estimate == pytest.approx(expected, nan_ok=True)
+        np.testing.assert_allclose(first.draws[name][0], getattr(first, name).estimate)
+    assert found["roc_auc"] == Interval(0.0, 0.0, 0.0)  # halving changes no order
+    plain = evaluate(y, score, documents, resamples=30)
+    assert set(differences(first, plain)) == {"roc_auc", "average_precision", *FALSE_ALARMS}
+
+
+def test_one_document_has_no_interval() -> None:
+    y, score, documents = rows(0)
+    found = evaluate(y, score, documents * 0, threshold=0.5, probability=True, resamples=20)
+    for name in METRICS:
+        assert np.isfinite(getattr(found, name).estimate) and np.isnan(getattr(found, name).lower)
+    assert "[" not in str(found.roc_auc)
+
+
+def test_a_calibration_needs_probabilities() -> None:
+    with pytest.raises(ValueError, match=r"probabilities lie in \[0, 1\]"):
+        evaluate([0, 1], [0.5, 1.5], [0, 1], probability=True)

@@ -16,6 +16,7 @@ from probes.baselines import LEAK
 from probes.plot import plot
 from probes.result import TrainResult
 from probes.rows import split_rows
+from probes.thresholds import StepCosts, ThresholdConfig
 from probes.train import TrainConfig, train
 
 QUICK = TrainConfig(label="span_1", l2=(1e-4, 1e-2), resamples=100)
@@ -73,24 +74,27 @@ def test_selection_rows_do_not_move_the_weights(result: TrainResult, fake_store:
     store = fake_store()
     selection = split_rows(store.rows(), QUICK.selection_share, QUICK.seed).part == "selection"
     store._states["resid_mid.1"][torch.from_numpy(selection)] += 0.5
-    other = train(store, replace(QUICK, sites=("resid_mid.1",), l2=(result.sites[2].l2,)))
+    other = train(store, replace(QUICK, sites=("resid_mid.1",), l2=(result.sites[2].l2 or 0.0,)))
     weight, same = result.probes["best"].tensors, other.probes["best"].tensors
     assert torch.equal(weight["weight"], same["weight"]) and torch.equal(weight["bias"], same["bias"])
     assert not torch.equal(weight["calibration"], same["calibration"])
 
 
 def test_baselines_stand_beside_with_paired_differences(result: TrainResult) -> None:
-    for name, found in result.behind.items():
-        for scope, gap in found.items():
-            best, this = result.evaluations["best"][scope].roc_auc, result.evaluations[name][scope].roc_auc
-            assert gap.estimate == pytest.approx(best.estimate - this.estimate)
-            assert gap.lower <= gap.estimate <= gap.upper
-    assert {"serving", "match length", "surface + logits, boosted trees", LEAK} <= set(result.behind)
-    assert "best" not in result.behind
+    behind = result.report.findings.differences
+    for name, found in behind.items():
+        for scope, gaps in found.items():
+            best, this = result.evaluations["best"][scope], result.evaluations[name][scope]
+            for metric, gap in gaps.items():
+                expected = getattr(best, metric).estimate - getattr(this, metric).estimate
+                assert gap.estimate == pytest.approx(expected, nan_ok=True)
+            assert gaps["roc_auc"].lower <= gaps["roc_auc"].estimate <= gaps["roc_auc"].upper
+    assert {"serving", "base rate", "match length", "surface + logits, boosted trees", LEAK} <= set(behind)
+    assert "best" not in behind
 
 
 def test_same_seed_same_result(result: TrainResult, fake_store: Any) -> None:
-    again, first = train(fake_store(), QUICK).to_dict(), result.to_dict()
+    again, first = train(fake_store(), QUICK).report.to_dict(), result.report.to_dict()
     for changing in ("provenance", "seconds"):
         again.pop(changing), first.pop(changing)
     assert again == first
@@ -98,12 +102,12 @@ def test_same_seed_same_result(result: TrainResult, fake_store: Any) -> None:
 
 def test_saved_files(result: TrainResult, tmp_path: Path, fake_store: Any) -> None:
     result.save(tmp_path)
-    assert sorted(f.name for f in tmp_path.iterdir()) == ["best", "serving", "train.json", "train.md"]
-    values = json.loads((tmp_path / "train.json").read_text())
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["best", "evaluation.json", "evaluation.md", "serving"]
+    values = json.loads((tmp_path / "evaluation.json").read_text())
     assert values["probes"]["best"]["site"] == "resid_mid.1"
     assert values["config"]["l2"] == [1e-4, 1e-2]
     assert values["evaluations"]["best"]["match"]["roc_auc"].keys() == {"estimate", "lower", "upper"}
-    table = (tmp_path / "train.md").read_text()
+    table = (tmp_path / "evaluation.md").read_text()
     for text in ("best probe (resid_mid.1)", "leak check", "rows with a suffix match", "| attn_out.1 |"):
         assert text in table
     config = Probe.from_pretrained(tmp_path / "serving").config
@@ -119,7 +123,7 @@ def test_follow_is_fitted_and_measured_on_rows_with_a_match(fake_store: Any) -> 
     assert set(result.evaluations["best"]) == {"match"}
     rows = store.rows()
     known = (rows["match_length"] >= 5) & ~rows["censored"]
-    assert sum(result.split[p]["rows"] for p in ("fit", "selection", "test")) == known.sum()
+    assert sum(result.report.split[p]["rows"] for p in ("fit", "selection", "test")) == known.sum()
     found = result.evaluations["best"]["match"]
     expected = (rows["accepted"] >= 3)[known & (rows["split"] == "validation")].mean()
     assert found.base_rate.estimate == pytest.approx(expected)
@@ -128,7 +132,7 @@ def test_follow_is_fitted_and_measured_on_rows_with_a_match(fake_store: Any) -> 
 def test_conditional_fit_is_measured_on_all_rows_too(fake_store: Any) -> None:
     result = train(fake_store(), replace(QUICK, conditional=True, sites=("resid_mid.1",)))
     assert set(result.evaluations["best"]) == {"all", "match"}
-    assert result.split["test"]["rows"] == result.evaluations["best"]["match"].rows
+    assert result.report.split["test"]["rows"] == result.evaluations["best"]["match"].rows
     assert set(result.probes) == {"best"}  # no block boundary among the sites
 
 
@@ -152,6 +156,50 @@ def test_progress_ends_at_its_total(fake_store: Any) -> None:
     assert max(t[0] for t in told[:-1]) < told[-1][1]
 
 
+def test_other_labels_and_estimators_are_swept_and_measured_once(fake_store: Any) -> None:
+    config = replace(
+        QUICK, labels=("span_0", "follow_3", "span_1"), estimators=("linear", "means"), sites=("resid_*.1", "embed")
+    )
+    result = train(fake_store(), config)
+    cells = [(s.label, s.site, s.estimator) for s in result.report.sites]
+    names = ("span_1", "span_0", "follow_3")
+    sites = ("embed", "resid_mid.1", "resid_post.1")
+    assert sorted(cells) == sorted((n, s, e) for n in names for s in sites for e in ("linear", "means"))
+    chosen = {c.label: c for c in result.report.chosen}
+    assert set(chosen) == set(names) and all(c.tries == 6 and c.site == "resid_mid.1" for c in chosen.values())
+    mine, same = chosen["span_1"].test["all"].roc_auc, result.evaluations["best"]["all"].roc_auc
+    if chosen["span_1"].estimator == "linear":
+        assert mine.estimate == pytest.approx(same.estimate, abs=1e-6)
+    assert set(chosen["follow_3"].test) == {"match"}
+    cell = next(s for s in result.report.to_dict()["sites"] if s["site"] == "resid_mid.1")
+    assert (cell["kind"], cell["block"]) == ("resid_mid", 1)
+    assert next(s for s in result.report.to_dict()["sites"] if s["site"] == "embed")["block"] is None
+
+
+def test_sites_side_by_side(fake_store: Any, tmp_path: Path) -> None:
+    joined = "resid_mid.1+resid_post.1"
+    result = train(fake_store(), replace(QUICK, sites=("embed", joined)))
+    probe = Probe.from_pretrained(result.save(tmp_path) / "best")
+    assert probe.config.sites == ("resid_mid.1", "resid_post.1") and probe.config.width == 12
+    assert set(result.probes) == {"best"}  # resid_mid is not handed out by serving engines
+    assert result.evaluations["best"]["all"].roc_auc.estimate > 0.9
+    with pytest.raises(ProbeError, match=r"no captured site is 'resid_mid\.9'"):
+        train(fake_store(), replace(QUICK, sites=("resid_mid.1+resid_mid.9",)))
+
+
+def test_thresholds_follow_their_rule(fake_store: Any) -> None:
+    sites = ("resid_mid.1",)
+    rule = ThresholdConfig(threshold_rule="precision", precision_floor=0.97)
+    strict = train(fake_store(), replace(QUICK, sites=sites, threshold=rule)).probes["best"].config
+    plain = train(fake_store(), replace(QUICK, sites=sites)).probes["best"].config
+    assert strict.threshold > plain.threshold
+    assert strict.threshold_rule == ("precision of at least 0.97 on rows with a suffix match of the selection part")
+    never = ThresholdConfig(threshold_rule="rate", costs=StepCosts(copy_ms=1000.0))
+    assert train(fake_store(), replace(QUICK, sites=sites, threshold=never)).probes["best"].config.threshold == 1.0
+    with pytest.raises(ProbeError, match=r"no threshold has a precision of 1\.0"):
+        train(fake_store(), replace(QUICK, sites=("embed",), threshold=replace(rule, precision_floor=1.0)))
+
+
 def test_a_store_of_a_folder_keeps_the_folders_place_out(fake_store: Any) -> None:
     store = fake_store(documents=30)
     store.manifest["target_name"] = "/home/someone/models/mine"
@@ -162,7 +210,7 @@ def test_a_store_of_a_folder_keeps_the_folders_place_out(fake_store: Any) -> Non
 def test_broken_states(fake_store: Any) -> None:
     store = fake_store()
     store._states["attn_out.1"][7, 3] = float("nan")
-    with pytest.raises(ProbeError, match=r"1 rows have states at attn_out\.1 that are not finite"):
+    with pytest.raises(ProbeError, match=r"1 rows have states at attn_out\.1 that are NaN or infinite \(row 7\)"):
         train(store, QUICK)
     store._states["attn_out.1"] = store._states["attn_out.1"][:-1]
     with pytest.raises(ProbeError, match="the store has 2400 rows, but states of shape"):
@@ -178,6 +226,11 @@ def test_broken_states(fake_store: Any) -> None:
         ({"l2": (0.0,)}, "above 0"),
         ({"selection_share": 1.0}, "between 0 and 1"),
         ({"resamples": 0}, "resamples is 0"),
+        ({"labels": ("span_3",)}, "unknown label 'span_3'"),
+        ({"labels": ("follow_0",)}, "unknown label 'follow_0'"),
+        ({"estimators": ("forest",)}, "no estimator 'forest'"),
+        ({"estimators": ("lda",)}, "the first estimator is saved"),
+        ({"estimators": ()}, "the first estimator is saved"),
     ],
 )
 def test_bad_settings(change: dict[str, object], says: str) -> None:
@@ -189,3 +242,8 @@ def test_bad_settings(change: dict[str, object], says: str) -> None:
 def test_plot_is_a_picture(result: TrainResult, tmp_path: Path, ending: str) -> None:
     data = plot(result, tmp_path / f"a.{ending}").read_bytes()
     assert data.startswith(b"\x89PNG") if ending == "png" else b"<svg" in data
+
+
+def test_plot_leaves_joined_sites_and_other_estimators_out(fake_store: Any, tmp_path: Path) -> None:
+    config = replace(QUICK, sites=("resid_mid.1", "embed+resid_post.1"), estimators=("linear", "means"))
+    assert b"<svg" in plot(train(fake_store(documents=30), config), tmp_path / "a.svg").read_bytes()
