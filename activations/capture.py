@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from activations.cache import KVCache
+from activations.causal import CausalConfig, causal_drops, document_matches
 from activations.corpus import Prompt, prompts_hash
 from activations.generation import Completion, Request, complete
 from activations.labels import LabelConfig, follow_rows
@@ -47,6 +48,11 @@ class CaptureConfig:
     """Completions written at once, and documents in a shard. An interrupted run loses at most one shard."""
     labels: LabelConfig = field(default_factory=LabelConfig)
     """How copied tokens are labelled."""
+    causal: bool = False
+    """Also keep, for each anchor with a match, by how many nats the candidate's first token falls when its source is
+    taken away. Slow: three forwards an anchor."""
+    removal: CausalConfig = field(default_factory=CausalConfig)
+    """How sources are taken away."""
     max_nonfinite: float = 0.01
     """Largest share of a shard's rows whose states may be infinite or not a number; more of them end the run."""
     seed: int = 0
@@ -62,11 +68,17 @@ class CaptureConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         if not 0 <= self.max_nonfinite <= 1:
             raise ValueError(f"max_nonfinite is {self.max_nonfinite}; a share lies in [0, 1]")
+        if self.causal and self.selection == "all":
+            raise ValueError("causal labels are those of anchors with a match: choose another selection than all")
         Sampling(temperature=self.temperature)  # checks itself
 
     def described(self) -> dict[str, Any]:
         """What decides a store's content, as it stands in its manifest."""
-        unused = {"max_nonfinite"} | ({"every"} if self.selection != "every" else set())
+        unused = {"max_nonfinite"}
+        if self.selection != "every":
+            unused |= {"every"}
+        if not self.causal:
+            unused |= {"causal", "removal"}
         return {name: value for name, value in asdict(self).items() if name not in unused}
 
 
@@ -257,8 +269,12 @@ def read_document(
         keep = np.flatnonzero(rows["match_length"] > 0)
     elif config.selection == "every":
         keep = slice(None, None, config.every)
+    rows = {k: v[keep] for k, v in rows.items()}
+    if config.causal:
+        matches = document_matches(ids, rows["position"], config.labels.match)
+        rows |= causal_drops(target, ids, rows["position"], matches, config.removal)
     # Copies: a view would keep the whole document's states in memory.
-    return {k: v[keep] for k, v in rows.items()}, {k: v[keep].clone() for k, v in states.items()}
+    return rows, {k: v[keep].clone() for k, v in states.items()}
 
 
 def _last_step(logits: torch.Tensor, ids: Sequence[int], rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

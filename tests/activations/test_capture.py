@@ -14,7 +14,9 @@ import torch
 from activations import capture as capture_module
 from activations import store as store_module
 from activations.capture import CaptureConfig, capture, estimate_bytes
+from activations.causal import CausalConfig, causal_drops, document_matches
 from activations.corpus import Prompt
+from activations.generation import Request, complete
 from activations.store import CaptureStore, StoreError
 from activations.target import Target
 
@@ -260,3 +262,23 @@ def test_a_base_model_continues_the_bare_text(small_target: Callable[..., Target
     assert not target.tokenizer.chat_template
     messages = [{"role": "system", "content": "ABC"}, {"role": "user", "content": "abc"}]
     assert target.encode_messages(messages) == target.encode("ABC\n\nabc")
+
+
+def test_causal_columns_are_kept_on_request(small_target: Callable[..., Target], tmp_path: Path) -> None:
+    target = small_target("llama")
+    removal = CausalConfig(causal_batch=3, causal_keep=1)
+    config = replace(CONFIG, selection="matches", causal=True, removal=removal)
+    made = capture(target, TEXTS, tmp_path / "causal", config)
+    rows = made.rows()
+    for number, prompt in enumerate(TEXTS):
+        ids = target.encode_messages(prompt.messages)
+        (done,) = complete(target, [Request(0, ids, CONFIG.max_new_tokens)], rows=1)
+        positions = rows["position"][rows["document"] == number]
+        found = document_matches(ids + done.tokens, positions, config.labels.match)
+        for name, values in causal_drops(target, ids + done.tokens, positions, found, removal).items():
+            np.testing.assert_array_equal(rows[name][rows["document"] == number], values)
+    assert np.isfinite(rows["causal_mask"]).any()
+    assert made.manifest["config"]["removal"]["causal_keep"] == 1
+    assert set(config.described()) - set(replace(config, causal=False).described()) == {"causal", "removal"}
+    with pytest.raises(ValueError, match="anchors with a match"):
+        replace(config, selection="all")
