@@ -22,7 +22,8 @@ from activations.target import load_target
 SOURCES = ("labels.py", "packaged.py", "corpus.py", "sampling.py")
 TINY = {
     "vocabulary": 300, "width": 16, "blocks": 2, "heads": 2, "mlp": 16, "max_length": 512, "context": 32,
-    "first_steps": 0, "steps": 6, "batch_tokens": 512, "report_every": 2, "checkpoint_seconds": 0.0, "warmup": 2, "long_share": 0.2,
+    "first_steps": 0, "steps": 6, "batch_tokens": 512, "report_every": 2, "checkpoint_seconds": 0.0, "warmup": 2,
+    "long_share": 0.2,
 }  # fmt: skip
 
 
