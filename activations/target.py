@@ -409,14 +409,16 @@ def load_target(
     attention: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    check: bool = True,
 ) -> Target:
-    """Load a target by alias (`smollm2`, `gemma3-270m`), hub id or folder.
+    """Load a target by alias (`smollm2`, `gemma3-270m`, `small-qwen3`), hub id or folder.
 
     dtype: "auto" is bfloat16; float32 is what exactness is proven in.
     device: where the whole target goes; a GPU, if there is one.
     device_map: instead of `device`, how transformers spreads the blocks: auto, balanced, sequential, or a mapping.
     quantization: one of `QUANTIZATIONS`; the weights are quantized as they are loaded.
     attention: an implementation by name; by default the folded one, or what `choose_attention` falls back to.
+    check: refuse a target whose sites or logits cannot be read (one short forward).
 
     Raises TargetError with a message for people.
     """
@@ -479,7 +481,10 @@ def load_target(
             "config.json, safetensors weights and a tokenizer."
         ) from error
     folder = Path(source) if Path(source).is_dir() else None
-    return Target(model if placing else model.to(device), tokenizer, text, folder, quantization)
+    target = Target(model if placing else model.to(device), tokenizer, text, folder, quantization)
+    if check:
+        target.check_structure()
+    return target
 
 
 def choose_attention(model: PreTrainedModel) -> None:

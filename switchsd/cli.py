@@ -20,6 +20,7 @@ COMMANDS = {
     "train": "Fit a probe or train an EAGLE-3 head.",
     "evaluate": "Measure finished probes on a capture store.",
     "write": "Let the target write bulk text for training drafters.",
+    "adapt": "Make a probe and a head for a target of your own.",
     "profile": "Measure what each part of a step costs on this machine.",
     "bench": "Compare modes on prompts, beside Hugging Face generate.",
     "sites": "List where a target's hidden states can be read.",

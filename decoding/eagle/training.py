@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,41 +82,66 @@ class Batch:
 
 
 def initial_head(target: Target, tokens: torch.Tensor) -> EagleHead:
-    """A head whose block, norm and output rows are copies of the target's last ones."""
-    config = target.config
-    block = target.layers[-1]
+    """A head whose block, norm and output rows are copies of the target's last ones.
+
+    Where that block is not of the head's own kind, the parts that have no counterpart keep their random start. After
+    a norm of its own (Gemma, OLMo 2), a branch is of another size than without: such a branch starts at zero.
+    """
+    config, width, block = target.config, target.width, target.layers[-1]
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get((getattr(config, "layer_types", None) or ["full_attention"])[-1], rope)
     head = EagleHead(
         HeadConfig(
-            hidden_size=target.width,
-            intermediate_size=config.intermediate_size,
+            hidden_size=width,
+            intermediate_size=getattr(config, "intermediate_size", None) or 4 * width,
             num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
+            num_key_value_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
             head_dim=int(getattr(config, "head_dim", 0) or 0),
             vocab_size=target.vocab_size,
             draft_vocab_size=len(tokens),
-            rms_norm_eps=config.rms_norm_eps,
-            rope_theta=(config.rope_parameters or {}).get("rope_theta", 10000.0),
-            target_hidden_size=target.width,
+            rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+            rope_theta=rope.get("rope_theta", 10000.0),
+            target_hidden_size=width,
         )
     )
-    width = target.width
+    parts = dict(block.named_modules())
     with torch.no_grad():
         head.fc.weight.normal_(0, 0.01)
         head.fc.weight[:, 2 * width :] += torch.eye(width)
         mid = head.midlayer
+        attn, mlp = mid.self_attn, mid.mlp
         for name in ("q_proj", "k_proj", "v_proj"):
-            weight = getattr(mid.self_attn, name).weight
+            weight = getattr(attn, name).weight
             weight.normal_(0, 0.02)
-            weight[:, width:] = getattr(block.self_attn, name).weight.float()
-        mid.self_attn.o_proj.weight.copy_(block.self_attn.o_proj.weight)
+            _copy(parts.get(f"self_attn.{name}"), weight[:, width:])
+        _copy(parts.get("self_attn.o_proj"), attn.o_proj.weight)
         for name in ("gate_proj", "up_proj", "down_proj"):
-            getattr(mid.mlp, name).weight.copy_(getattr(block.mlp, name).weight)
-        mid.hidden_norm.weight.copy_(block.input_layernorm.weight)
-        mid.post_attention_layernorm.weight.copy_(block.post_attention_layernorm.weight)
-        head.norm.weight.copy_(target.final_norm.weight)
+            _copy(parts.get(f"mlp.{name}"), getattr(mlp, name).weight)
+        before_mlp = "pre_feedforward_layernorm"
+        if before_mlp in parts or "input_layernorm" not in parts:
+            attn.o_proj.weight.zero_()
+            mlp.down_proj.weight.zero_()
+        else:
+            before_mlp = "post_attention_layernorm"
+        _copy_norm(parts.get("input_layernorm"), mid.hidden_norm.weight)
+        _copy_norm(parts.get(before_mlp), mid.post_attention_layernorm.weight)
+        _copy_norm(target.final_norm, head.norm.weight)
         head.lm_head.weight.copy_(target.head.weight[tokens])
     head.set_vocabulary(tokens)
     return head
+
+
+def _copy(linear: Any, weight: torch.Tensor) -> None:
+    """Into a weight, or a slice of one, where there is a linear of its shape."""
+    if linear is not None and linear.weight.shape == weight.shape:
+        weight.copy_(linear.weight)
+
+
+def _copy_norm(norm: Any, weight: torch.Tensor) -> None:
+    """What a norm multiplies by: Gemma's is one more than its weight."""
+    if norm is None or not hasattr(norm, "weight"):
+        return
+    weight.copy_(norm(torch.ones_like(norm.weight)) if "RMS" in type(norm).__name__ else norm.weight)
 
 
 def draft_vocabulary(stores: Sequence[CaptureStore], size: int) -> tuple[torch.Tensor, float]:
@@ -290,6 +316,7 @@ def train(
         opened = [CaptureStore.open(s) for s in stores]  # a store may still grow
         order = [(s, k) for s, store in enumerate(opened) for k in range(len(store.shards))]
         random_.shuffle(order)
+        before = state["rows"]
         for which, shard in order:
             docs = documents(opened[which], shard, sites)
             if (stores[which], shard) == (stores[0], 0):
@@ -329,6 +356,11 @@ def train(
                 yield record
             if state["rows"] >= config.tokens:
                 break
+        if state["rows"] == before:
+            raise ValueError(
+                f"there is no text to train on beside the {config.validation_documents} documents that are held out: "
+                "write more, or hold out fewer"
+            )
     text = [
         {
             "store": store.folder.name,

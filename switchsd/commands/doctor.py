@@ -85,12 +85,12 @@ def device() -> dict[str, Any]:
 
 
 def targets() -> list[dict[str, Any]]:
-    """Packaged targets: installed, and dequantized into the cache."""
-    from activations.packaged import ALIASES, cache_dir, gguf_file
+    """Packaged targets: ready to load, or installed and not yet dequantized into the cache."""
+    from activations.packaged import ALIASES, gguf_file, place
 
     rows = []
     for alias, package in ALIASES.items():
-        if (cache_dir() / "models" / alias / "config.json").is_file():
+        if (place(alias) / "config.json").is_file():
             state = "ready"
         else:
             state = "installed, made ready on first use (about 20 s)" if gguf_file(alias) else "not installed"

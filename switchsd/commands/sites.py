@@ -32,7 +32,7 @@ def sites(
     """List where a target's hidden states can be read."""
     from activations.target import load_target
 
-    model = load_target(target, **asdict(loading))
+    model = load_target(target, **asdict(loading), check=False)
     rows = places(model)
     remarks = [f"{kind}: {why}" for kind, why in missing(model).items()]
     if json:

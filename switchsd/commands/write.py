@@ -45,8 +45,6 @@ def write(
         read_prompts(path)  # checks it, line by line
     with bar(f"loading {target}"):
         model = load_target(target, **asdict(loading))
-    if not model.tokenizer.chat_template:
-        raise UsageError(f"{target} has no chat template, and so cannot write a user's turns: choose a chat model")
     try:
         with bar("writing tokens", config.tokens) as progress:
             for total in selftext.write(model, store, config, benchmark or (), chosen):

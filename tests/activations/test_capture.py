@@ -14,7 +14,10 @@ import torch
 from activations import capture as capture_module
 from activations import store as store_module
 from activations.capture import CaptureConfig, capture, estimate_bytes
+from activations.causal import CausalConfig, causal_drops, document_matches
 from activations.corpus import Prompt
+from activations.generation import Request, complete
+from activations.labels import LabelConfig
 from activations.store import CaptureStore, StoreError
 from activations.target import Target
 
@@ -260,3 +263,70 @@ def test_a_base_model_continues_the_bare_text(small_target: Callable[..., Target
     assert not target.tokenizer.chat_template
     messages = [{"role": "system", "content": "ABC"}, {"role": "user", "content": "abc"}]
     assert target.encode_messages(messages) == target.encode("ABC\n\nabc")
+
+
+def test_causal_columns_are_kept_on_request(small_target: Callable[..., Target], tmp_path: Path) -> None:
+    target = small_target("llama")
+    removal = CausalConfig(causal_batch=3, causal_keep=1)
+    config = replace(CONFIG, selection="matches", causal=True, removal=removal)
+    made = capture(target, TEXTS, tmp_path / "causal", config)
+    rows = made.rows()
+    for number, prompt in enumerate(TEXTS):
+        ids = target.encode_messages(prompt.messages)
+        (done,) = complete(target, [Request(0, ids, CONFIG.max_new_tokens)], rows=1)
+        positions = rows["position"][rows["document"] == number]
+        found = document_matches(ids + done.tokens, positions, config.labels.match)
+        for name, values in causal_drops(target, ids + done.tokens, positions, found, removal).items():
+            np.testing.assert_array_equal(rows[name][rows["document"] == number], values)
+    assert np.isfinite(rows["causal_mask"]).any()
+    assert made.manifest["config"]["removal"]["causal_keep"] == 1
+    assert set(config.described()) - set(replace(config, causal=False).described()) == {"causal", "removal"}
+    with pytest.raises(ValueError, match="are about anchors"):
+        replace(config, selection="all")
+
+
+def test_states_at_the_source_are_those_of_the_places_that_the_match_names(
+    small_target: Callable[..., Target], tmp_path: Path
+) -> None:
+    target = small_target("llama")
+    config = replace(CONFIG, source_sites=("resid_mid.1",), labels=LabelConfig(kappa=1))
+    made = capture(target, TEXTS, tmp_path / "s", config)
+    assert made.sites == ["resid_mid.1", "resid_post.2", "resid_mid.1@source", "resid_mid.1@candidate"]
+    whole = capture(target, TEXTS, tmp_path / "all", replace(CONFIG, selection="all", labels=LabelConfig(kappa=1)))
+    rows, matched, behind = made.rows(), 0, 0
+    for row in range(len(made)):
+        text, kept = whole.document(int(rows["document"][row]))
+        states = kept["resid_mid.1"]
+        start = int(rows["position"][row]) + 2 - int(rows["distance"][row])
+        found = [made.states(f"resid_mid.1@{place}")[row] for place in ("source", "candidate")]
+        if not rows["match_length"][row]:
+            assert not any(state.any() for state in found)
+            continue
+        assert [*text["token"], rows["pending"][row]][start - 1] == rows["pending"][row]
+        matched += 1
+        behind += start < 2
+        twin = states[start - 2] if start >= 2 else torch.zeros_like(states[0])
+        assert torch.allclose(found[0], twin, atol=1e-5)
+        assert torch.allclose(found[1], states[min(start, int(rows["position"][row]))], atol=1e-5)
+    assert matched > 10
+
+
+def test_lookback_is_what_the_weights_of_attention_say(small_target: Callable[..., Target], tmp_path: Path) -> None:
+    target = small_target("llama")
+    made = capture(target, TEXTS, tmp_path / "s", replace(CONFIG, lookback=True))
+    rows = made.rows()
+    model = small_target("llama", "eager").model
+    for number, prompt in enumerate(TEXTS):
+        mine = np.flatnonzero(rows["document"] == number)
+        ids = target.encode_messages(prompt.messages)
+        start = len(ids)
+        ids = ids + rows["pending"][mine].tolist()
+        weights = model(torch.tensor([ids[:-1]]), output_attentions=True).attentions
+        for row in mine:
+            t = int(rows["position"][row])
+            ratios = []
+            for layer in weights:
+                for head in layer[0]:
+                    p, n = head[t, :start].mean(), head[t, start : t + 1].mean() if t >= start else torch.tensor(0)
+                    ratios.append(float(p / (p + n)))
+            assert made.states("lookback")[row].tolist() == pytest.approx(ratios, abs=1e-5)

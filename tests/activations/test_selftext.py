@@ -16,7 +16,15 @@ from activations.cache import KVCache
 from activations.corpus import Prompt
 from activations.generation import Request, complete
 from activations.sampling import Sampling
-from activations.selftext import Conversation, SelfTextConfig, benchmark_ngrams, chat_frame, word_ngrams, write
+from activations.selftext import (
+    Conversation,
+    SelfTextConfig,
+    beginning,
+    benchmark_ngrams,
+    chat_frame,
+    word_ngrams,
+    write,
+)
 from activations.store import CaptureStore, StoreError
 from activations.target import Target
 from activations.tasks import documentation, functions, task, whole_words
@@ -149,3 +157,29 @@ def test_tasks_are_prompts_of_every_kind() -> None:
     assert len({text for text, _ in made}) > 200
     assert all("{" not in text for text, kind in made if kind not in ("passage", "code"))
     assert len(functions()) > 100 and len(documentation()) > 100
+
+
+def test_a_base_model_writes_texts_from_their_beginning(small_target: Callable[..., Target], tmp_path: Path) -> None:
+    """Sliding windows included: answers are longer than the window of 8."""
+    target = copy.copy(small_target("gemma3"))
+    target.tokenizer = copy.deepcopy(target.tokenizer)
+    config = SelfTextConfig(tokens=300, max_new_tokens=24, rows=5, shard_documents=3, own_turns=0.6)
+    conversation = Conversation(target, config, ([], set()))
+    assert all(len(conversation.next_request().prompt) > 1 for _ in range(20)), "without any mark there are only tasks"
+    target.tokenizer.eos_token = "o"
+    assert beginning(target) == [STOP]
+    target.tokenizer.bos_token = "A"
+    assert beginning(target) == [17]
+    list(write(target, tmp_path / "text", config))
+    store = CaptureStore.open(tmp_path / "text")
+    whole = 0
+    for number in (d for shard in store.shards for d in shard["documents"]):
+        rows, states = store.document(number)
+        ids = [*rows["token"].tolist(), int(rows["pending"][-1])]
+        whole += bool(rows["loss_mask"].all()) and ids[0] == 17
+        with target.read(store.sites) as reader:
+            target.hidden(torch.tensor([ids[:-1]]), KVCache(1))
+            for site, state in reader.states.items():
+                assert torch.allclose(states[str(site)], state[0], atol=1e-4)
+    documents = sum(len(shard["documents"]) for shard in store.shards)
+    assert 0 < whole < documents

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from families import FAMILIES, family_target
 from test_eagle_head import random_head, reference_outputs
 
 from activations.sites import eagle_sites, last_site
@@ -154,3 +155,45 @@ def test_training_learns_resumes_and_saves(store: Path, tmp_path: Path, small_ta
 def test_settings_are_checked(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name} is {value}"):
         EagleTrainConfig(**{name: value})  # type: ignore[arg-type]
+
+
+def test_text_that_is_all_held_out_is_an_error_and_no_endless_run(
+    store: Path, tmp_path: Path, small_target: Callable[..., Target]
+) -> None:
+    config = EagleTrainConfig(draft_vocabulary=24, tokens=100, steps=2, validation_documents=4)
+    one = CaptureStore.open(store)
+    with StoreWriter(tmp_path / "one", one.manifest | {"shards": []}, one.sites) as writer:
+        rows = one.shard_rows(0)
+        writer.write(rows, {site: one.shard_states(0, site) for site in one.sites}, written=80, contaminated=0)
+    with pytest.raises(ValueError, match="no text to train on beside the 4 documents that are held out"):
+        list(train(small_target(), [tmp_path / "one"], tmp_path / "head", config))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_head_can_be_begun_for_every_family(family: str) -> None:
+    target = family_target(family)
+    head = initial_head(target, torch.arange(5, 69))
+    assert all(torch.isfinite(p).all() for p in head.parameters())
+    assert torch.equal(head.lm_head.weight, target.head.weight[5:69])
+    torch.manual_seed(0)
+    written = torch.ones(2, T, dtype=torch.bool)
+    batch = Batch(torch.randn(2, T, 96), torch.randint(5, 69, (2, T)), torch.randn(2, T, 32), written)
+    for draft, wanted, _ in unroll(head, target, batch, 3, 0.5, torch.Generator().manual_seed(0)):
+        assert draft.shape == wanted.shape and torch.isfinite(draft).all()
+
+
+def test_a_head_is_begun_from_the_targets_last_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama, gemma = family_target("llama"), family_target("gemma3")
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
+    head, block = initial_head(llama, torch.arange(64)), llama.layers[-1]
+    assert torch.equal(head.midlayer.mlp.down_proj.weight, block.mlp.down_proj.weight)
+    assert torch.equal(head.midlayer.self_attn.q_proj.weight[:, 32:], block.self_attn.q_proj.weight)
+    assert torch.allclose(head.midlayer.hidden_norm(x), block.input_layernorm(x), atol=1e-5)
+    assert torch.allclose(head.norm(x), llama.final_norm(x), atol=1e-5)
+
+    monkeypatch.setitem(gemma.config.rope_parameters["sliding_attention"], "rope_theta", 777.0)  # its last block slides
+    head, block = initial_head(gemma, torch.arange(64)), gemma.layers[-1]
+    assert head.config.rope_theta == 777.0 and head.config.per_head == 8
+    assert torch.allclose(head.norm(x), gemma.final_norm(x), atol=1e-5), "its norms hold one less"
+    assert torch.allclose(head.midlayer.post_attention_layernorm(x), block.pre_feedforward_layernorm(x), atol=1e-5)
+    assert not head.midlayer.self_attn.o_proj.weight.any() and not head.midlayer.mlp.down_proj.weight.any()

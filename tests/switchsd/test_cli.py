@@ -342,7 +342,7 @@ def test_doctor_says_what_is_there(capsys: pytest.CaptureFixture[str], own_cache
     torch = next(p for p in found["packages"] if p["name"] == "torch")
     assert torch["installed"]
     assert found["cache"]["folder"] == str(own_cache)
-    assert {t["alias"] for t in found["targets"]} == {"smollm2", "gemma3-270m"}
+    assert {t["alias"] for t in found["targets"]} == {"smollm2", "gemma3-270m", "small-qwen3"}
     code, out, _ = run(capsys, "doctor")
     assert code == OK
     assert "transformers" in out

@@ -1,8 +1,10 @@
-"""What the capture store promises, measured with a small random model.
+"""What capturing promises, measured: the first two on the embedded model, the others with a small random one.
 
-    python benchmarks/store.py kill             # kill -9 at 20 random moments: row-identical to an uninterrupted run
-    python benchmarks/store.py memory           # peak memory of 2,000 documents against that of 500
-    python benchmarks/store.py write            # speed against a plain safetensors write of the same bytes
+    python benchmarks/capture.py forward        # reading 6 sites against the same forward passes without
+    python benchmarks/capture.py batch          # tokens/s of completions at batch 16 against batch 1
+    python benchmarks/capture.py kill           # kill -9 at 20 random moments: row-identical to an uninterrupted run
+    python benchmarks/capture.py memory         # peak memory of 2,000 documents against that of 500
+    python benchmarks/capture.py write          # speed against a plain safetensors write of the same bytes
 
 Each prints one JSON object and exits 1 if the promise is broken. Captures run in processes of their own.
 """
@@ -28,10 +30,12 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from activations.capture import CaptureConfig, capture
-from activations.corpus import Prompt
+from activations.cache import KVCache
+from activations.capture import CaptureConfig, capture, read_document, sites_of
+from activations.corpus import Prompt, load_corpus
+from activations.generation import Completion, Request, complete
 from activations.store import CaptureStore, StoreWriter
-from activations.target import Target
+from activations.target import Target, load_target
 
 ALPHABET = [chr(c) for c in range(48, 112)]
 
@@ -147,6 +151,78 @@ def memory(few: int, many: int) -> dict[str, object]:
             "ratio": round(ratio, 4), "kept": ratio <= 1.1}  # fmt: skip
 
 
+def paired(
+    measure: Callable[[str], float], names: tuple[str, str], rounds: int
+) -> tuple[dict[str, float], list[float]]:
+    """Medians of what `measure` says of both, and the ratios second / first of interleaved rounds, in order of size."""
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(-1, rounds):  # the first round warms up
+        for name in names if number % 2 else names[::-1]:
+            value = measure(name)
+            if number >= 0:
+                found[name].append(value)
+    ratios = sorted(b / a for a, b in zip(*found.values(), strict=True))
+    return {name: statistics.median(values) for name, values in found.items()}, ratios
+
+
+def answered(target: Target, count: int, most: int) -> list[tuple[Prompt, Completion]]:
+    """Embedded validation prompts, evenly spread, and what the target answers."""
+    corpus = load_corpus("validation")
+    chosen = [corpus[i * len(corpus) // count] for i in range(count)]
+    requests = [Request(i, target.encode_messages(p.messages), most) for i, p in enumerate(chosen)]
+    done = {c.request.number: c for c in complete(target, requests, rows=16)}
+    return [(prompt, done[i]) for i, prompt in enumerate(chosen)]
+
+
+def forward(documents: int, rounds: int, sites: str) -> dict[str, object]:
+    """Seconds to read documents, labels and surface features included, against their bare forward passes."""
+    target = load_target("smollm2", device="cpu")
+    config = CaptureConfig(sites=tuple(sites.split(",")))
+    names = sites_of(target, config)
+    texts = answered(target, documents, 192)
+
+    def measure(name: str) -> float:
+        began = time.perf_counter()
+        for prompt, completion in texts:
+            ids = completion.request.prompt + completion.tokens
+            if name == "forward":
+                target.hidden(torch.tensor([ids[:-1]]), KVCache(1, capacity=len(ids)))
+            elif name == "sites":
+                with target.read(names) as reader:
+                    target.hidden(torch.tensor([ids[:-1]]), KVCache(1, capacity=len(ids)))
+                    kept = {s: v[0, len(completion.request.prompt) - 1 :].clone() for s, v in reader.states.items()}
+                    del kept
+            else:
+                read_document(target, prompt, completion, names, config)
+        return time.perf_counter() - began
+
+    medians, ratios = paired(measure, ("forward", "sites"), rounds)
+    whole, more = paired(measure, ("forward", "rows and sites"), rounds)
+    tokens = sum(len(c.request.prompt) + len(c.tokens) for _, c in texts)
+    ratio = statistics.median(ratios)
+    return {"documents": documents, "tokens": tokens, "sites": names, "seconds": medians | whole,
+            "ratio": round(ratio, 3), "ratios": [round(ratios[0], 3), round(ratios[-1], 3)],
+            "ratio_with_labels_and_logits": round(statistics.median(more), 3), "kept": ratio <= 1.1}  # fmt: skip
+
+
+def batch(requests: int, tokens: int, rounds: int) -> dict[str, object]:
+    """Tokens/s of `complete` on the same requests, 16 rows at once against one."""
+    target = load_target("smollm2", device="cpu")
+    corpus = load_corpus("validation")
+    prompts = [target.encode_messages(corpus[i * len(corpus) // requests].messages) for i in range(requests)]
+
+    def measure(name: str) -> float:
+        asked = [Request(i, prompt, tokens) for i, prompt in enumerate(prompts)]
+        began = time.perf_counter()
+        made = sum(len(done.tokens) for done in complete(target, asked, rows=int(name)))
+        return made / (time.perf_counter() - began)
+
+    medians, ratios = paired(measure, ("1", "16"), rounds)
+    ratio = statistics.median(ratios)
+    return {"requests": requests, "tokens_per_s": {k: round(v, 1) for k, v in medians.items()},
+            "ratio": round(ratio, 2), "ratios": [round(ratios[0], 2), round(ratios[-1], 2)], "kept": ratio >= 4}  # fmt: skip
+
+
 def write(mib: int, sites: int, rounds: int) -> dict[str, object]:
     """Writing a shard against `safetensors.torch.save_file` of the same states; medians of interleaved rounds."""
     rows = mib * 2**20 // (sites * 576 * 2)
@@ -172,6 +248,14 @@ def write(mib: int, sites: int, rounds: int) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_subparsers(dest="what", required=True)
+    one = what.add_parser("forward")
+    one.add_argument("--documents", type=int, default=8)
+    one.add_argument("--rounds", type=int, default=7)
+    one.add_argument("--sites", default="attn_out.12,resid_mid.12,resid_post.12,attn_out.24,resid_mid.24,resid_post.24")
+    one = what.add_parser("batch")
+    one.add_argument("--requests", type=int, default=32)
+    one.add_argument("--tokens", type=int, default=64)
+    one.add_argument("--rounds", type=int, default=3)
     one = what.add_parser("kill")
     one.add_argument("--kills", type=int, default=20)
     one.add_argument("--documents", type=int, default=120)
@@ -184,8 +268,11 @@ def main() -> None:
     one.add_argument("--sites", type=int, default=30)
     one.add_argument("--rounds", type=int, default=7)
     values = vars(parser.parse_args())
-    torch.set_num_threads(1)
-    measures: dict[str, Callable[..., dict[str, object]]] = {"kill": kill, "memory": memory, "write": write}
+    if values["what"] not in ("forward", "batch"):
+        torch.set_num_threads(1)
+    measures: dict[str, Callable[..., dict[str, object]]] = {
+        "forward": forward, "batch": batch, "kill": kill, "memory": memory, "write": write,
+    }  # fmt: skip
     found = measures[values.pop("what")](**values)
     print(json.dumps(found))
     sys.exit(0 if found["kept"] else 1)
