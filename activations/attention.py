@@ -22,6 +22,8 @@ from activations.cache import WIDE
 NAME = "folded"
 OBSERVERS: list[Callable[..., None]] = []
 """Each is called with (module, query, key, mask, scaling) before attention is computed."""
+EDITORS: list[Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]] = []
+"""Each is called with (module, what the heads give [B, Q, H, Dv]) and returns what shall stand in its place."""
 
 
 def folded_attention(
@@ -39,6 +41,20 @@ def folded_attention(
         raise ValueError("attention soft-capping is not supported by 'folded' attention; load with attention='eager'")
     for observer in OBSERVERS:
         observer(module, query, key, attention_mask, scaling)
+    out = _attend(query, key, value, attention_mask, scaling, dropout)
+    for editor in EDITORS:
+        out = editor(module, out)
+    return out, None
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None,
+    dropout: float,
+) -> torch.Tensor:
     b, h, q, d = query.shape
     hkv, k = key.shape[1], key.shape[2]
     groups = h // hkv
@@ -46,7 +62,7 @@ def folded_attention(
         if groups > 1:
             key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         out = F.scaled_dot_product_attention(query, key, value, scale=scaling, dropout_p=dropout, is_causal=q > 1)
-        return out.transpose(1, 2), None
+        return out.transpose(1, 2)
     if attention_mask is None and q > 1:
         attention_mask = torch.ones(q, k, dtype=torch.bool, device=query.device).tril(k - q)[None, None]
     folded = query.reshape(b, hkv, groups * q, d)  # heads of one key head are adjacent
@@ -63,7 +79,7 @@ def folded_attention(
         out = F.scaled_dot_product_attention(
             folded, key, value, attn_mask=attention_mask, scale=scaling, dropout_p=dropout
         )
-    return out.reshape(b, h, q, value.shape[3]).transpose(1, 2), None
+    return out.reshape(b, h, q, value.shape[3]).transpose(1, 2)
 
 
 def register() -> None:

@@ -121,6 +121,20 @@ class KVCache(Cache):
             buffer[row, :, :length] = buffer[source, :, :length]
         self.lengths[row], self.lengths[source] = length, 0
 
+    def branches(self, starts: Sequence[int], more: int) -> KVCache:
+        """A cache of len(starts) rows with room for `more` tokens each; row i begins with the first starts[i] tokens of
+        the only row of this cache, which stays as it is."""
+        if self.rows != 1 or not all(0 <= start <= self.lengths[0] for start in starts):
+            raise ValueError(f"branches of one row of {self.lengths[0]} tokens; got {self.rows} rows, starts {starts}")
+        most = max(starts)
+        made = KVCache(len(starts), capacity=most + more)
+        made.lengths = list(starts)
+        for mine, theirs in ((self.keys, made.keys), (self.values, made.values)):
+            for buffer in mine:
+                theirs.append(buffer.new_zeros(made.rows, buffer.shape[1], made.capacity, buffer.shape[3]))
+                theirs[-1][:, :, :most] = buffer[:, :, :most]
+        return made
+
     def truncate(self, rows: int) -> None:
         """Keep the first `rows` rows, without a copy."""
         self.keys = [x[:rows] for x in self.keys]

@@ -234,20 +234,9 @@ def _without(target: Target, document: torch.Tensor, cache: KVCache, jobs: Seque
             view[i, :, places] = own[:, places]
         else:
             tokens[i, places] = torch.from_numpy(job.tokens).to(device)
-    part = KVCache(len(jobs), capacity=max(job.start for job in jobs) + width)
-    part.lengths = [job.start for job in jobs]
-    part.keys, part.values = ([_head(x, part) for x in buffers] for buffers in (cache.keys, cache.values))
-    hidden = target.hidden(tokens, part, view)
+    hidden = target.hidden(tokens, cache.branches([job.start for job in jobs], width), view)
     last = hidden[range(len(jobs)), [job.size - 1 for job in jobs]]
     return _log_probability(target, last, [job.removal.token for job in jobs])
-
-
-def _head(buffer: torch.Tensor, part: KVCache) -> torch.Tensor:
-    """A buffer for `part`, each row filled with the beginning of the only row of `buffer`."""
-    made = buffer.new_zeros(part.rows, buffer.shape[1], part.capacity, buffer.shape[3])
-    most = max(part.lengths)
-    made[:, :, :most] = buffer[:, :, :most]
-    return made
 
 
 def _log_probability(target: Target, hidden: torch.Tensor, tokens: Sequence[int]) -> list[float]:

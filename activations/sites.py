@@ -81,6 +81,22 @@ def last_site(blocks: int) -> str:
     return f"resid_post.{blocks - 1}"
 
 
+def find(
+    embed: nn.Module, layers: nn.ModuleList, site: Site, layouts: Sequence[Layout]
+) -> tuple[nn.Module, Place, Site, float | None]:
+    """The module at which a site is read, where there, the site itself, and what its state is multiplied by.
+
+    `layouts`, one a block, are needed for branches only. Raises ValueError for a site that a block does not have.
+    """
+    if site.kind == "embed":
+        return embed, LEAVING, site, None
+    block = layers[site.block]
+    if site.kind not in BRANCHES:
+        return block, ENTERING if site.kind == "resid_pre" else LEAVING, site, None
+    place = layouts[site.block].place(site.kind)
+    return block.get_submodule(place.path), place, site, getattr(block, place.scale) if place.scale else None
+
+
 class SiteReader:
     """Forward hooks that keep the states of chosen sites of the latest forward pass.
 
@@ -104,24 +120,12 @@ class SiteReader:
         self._handles: list[RemovableHandle] = []
         self._device = device
         # All places first: an unknown one must leave no hook behind.
-        for module, place, site, scale in [self._find(embed, layers, site, layouts) for site in sites]:
+        for module, place, site, scale in [find(embed, layers, site, layouts) for site in sites]:
             keep = self._keep(site, scale, place.overwritten)
             if place.is_input:
                 self._handles.append(module.register_forward_pre_hook(_on_input(keep), with_kwargs=True))
             else:
                 self._handles.append(module.register_forward_hook(_on_output(keep)))
-
-    @staticmethod
-    def _find(
-        embed: nn.Module, layers: nn.ModuleList, site: Site, layouts: Sequence[Layout]
-    ) -> tuple[nn.Module, Place, Site, float | None]:
-        if site.kind == "embed":
-            return embed, LEAVING, site, None
-        block = layers[site.block]
-        if site.kind not in BRANCHES:
-            return block, ENTERING if site.kind == "resid_pre" else LEAVING, site, None
-        place = layouts[site.block].place(site.kind)
-        return block.get_submodule(place.path), place, site, getattr(block, place.scale) if place.scale else None
 
     def _keep(self, site: Site, scale: float | None, overwritten: bool) -> Callable[[torch.Tensor | None], None]:
         def keep(state: torch.Tensor | None) -> None:

@@ -31,6 +31,7 @@ from activations.store import CaptureStore
 from decoding.budgets import FixedBudget
 from decoding.drafters import CopyDrafter
 from decoding.request import Request
+from probes.reading import states_at
 from probes.train import TrainConfig, train
 
 LABELS = [("span_0", 1), ("span_2", 1), ("follow", 1), ("follow", 2), ("follow", 3)]
@@ -190,7 +191,7 @@ def main() -> None:
             trained = train(store, config)
             for name in ("best", "serving"):
                 probe = trained.probes[name]
-                found = study(rows, probe.score(store.states(probe.config.site)).numpy()[keep], costs)
+                found = study(rows, probe.score(states_at(store, probe.config.site, len(keep))).numpy()[keep], costs)
                 best, auc = found["best"], trained.evaluations[name]["match"].roc_auc
                 what = f"{label}{m if label == 'follow' else ''} {name}"
                 print(

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from probes.artifact import JOIN
 from probes.linear import LinearProbe
-from probes.rows import Rows
+from probes.reading import logits_at, states_at
+from probes.rows import Rows, Store
 from probes.task import Floats, Task, cross_fit
 
 SURFACE = ("matched", "match_length", "occurrences", "distance", "agreement", "from_prompt")
@@ -24,14 +27,19 @@ BASE_RATE = "base rate"
 LENGTH = "match length"
 LEAK = "leak check"
 """The log-probability that the target gives the candidate's first token with the pending token fed."""
-OPTIONAL = {"lookback": "lookback ratio", "cosine": "hidden-state cosine (PLD+)"}
-"""Columns that a store may have, and the baselines made of them."""
+LOOKBACK = "lookback ratio"
+"""A logistic on the lookback ratios of all heads, where the store has them."""
+COSINE = "hidden-state cosine (PLD+)"
+"""Of the states at the anchor and at the place where its match was found, where the store has both; the name of the
+baseline ends with the site."""
+SOURCE = "@source"
 PLAIN = ("surface + logits, logistic", "surface + logits, boosted trees")
 WITH_PROBE = (
     "surface + logits + probe score, logistic",
     "surface + logits + probe score, boosted trees",
     "surface + logits + state, logistic",
 )
+LOOKBACK_L2 = 1e-3
 FITS = 8
 """Scores that are fitted, the optional ones aside."""
 Progress = Callable[[str], None]
@@ -68,8 +76,8 @@ def logits_features(rows: Rows) -> Scores:
     return np.stack([np.asarray(rows[name], dtype=np.float64) for name in LOGITS], axis=1)
 
 
-def baselines(task: Task, progress: Progress = lambda name: None) -> dict[str, Baseline]:
-    """Every score that needs no probe. `progress(name)` is called before each fit.
+def baselines(task: Task, store: Store, progress: Progress = lambda name: None) -> dict[str, Baseline]:
+    """Every score that needs no probe. `progress(name)` is called before each fit; the task is of this store.
 
     In the leak check, rows that have no candidate or no next position come last.
     """
@@ -83,7 +91,9 @@ def baselines(task: Task, progress: Progress = lambda name: None) -> dict[str, B
         (PLAIN[0], logistic, both),
         (PLAIN[1], lambda: trees(task.seed), both),
     ]
-    wanted += [(name, logistic, _with_gaps(rows[column])) for column, name in OPTIONAL.items() if _known(rows, column)]
+    if "lookback" in store.sites:
+        heads = states_at(store, "lookback", len(task.y)).float().numpy()
+        wanted.append((LOOKBACK, lambda: _scaled(LinearProbe(l2=LOOKBACK_L2)), heads))
     share = float(np.mean([task.y[fold.fit].mean() for fold in task.folds]))
     found = {
         BASE_RATE: Baseline(np.full(len(task.y), share), True),
@@ -92,6 +102,7 @@ def baselines(task: Task, progress: Progress = lambda name: None) -> dict[str, B
     for name, make, features in wanted:
         progress(name)
         found[name] = Baseline(cross_fit(make, features, task.y, task.folds, probability=True), True)
+    found |= _cosine(task, store, progress)
     if _known(rows, "next_logprob"):
         later = rows["next_logprob"].astype(np.float64)
         known = np.isfinite(later)
@@ -125,10 +136,46 @@ def with_probe(
     return found
 
 
-def skipped(rows: Rows) -> list[str]:
-    """Baselines that the store has no columns for."""
-    wanted = {**OPTIONAL, "next_logprob": LEAK}
-    return [f"{name}: the store has no values in a column {c}" for c, name in wanted.items() if not _known(rows, c)]
+def sources(store: Store) -> list[str]:
+    """Sites whose states the store has both at the anchor and where its match was found."""
+    return [site for site in store.sites if site + SOURCE in store.sites]
+
+
+def cosines(store: Store, site: str, rows: int) -> Scores:
+    """[rows]: cosine of the anchor's state with that at its match; NaN where there is none."""
+
+    def both(states: torch.Tensor) -> torch.Tensor:
+        here, there = states.chunk(2, dim=1)
+        norms = here.norm(dim=1) * there.norm(dim=1)
+        return torch.where(norms > 0, (here * there).sum(dim=1) / norms, torch.nan)
+
+    return logits_at(store, f"{site}{JOIN}{site}{SOURCE}", rows, both)
+
+
+def _cosine(task: Task, store: Store, progress: Progress) -> dict[str, Baseline]:
+    """At the site that is best on the selection part, or without one on the test rows, which favours the baseline."""
+    where = task.gate if task.gate.any() else task.test
+    best, found = -1.0, {}
+    for site in sources(store):
+        progress(f"{COSINE} at {site}")
+        features = _with_gaps(cosines(store, site, len(task.y)))
+        score = cross_fit(logistic, features, task.y, task.folds, probability=True)
+        area = float(np.nan_to_num(task.on(where, score, resamples=1).roc_auc.estimate))
+        if area > best:
+            best, found = area, {f"{COSINE} at {site}": Baseline(score, True)}
+    return found
+
+
+def skipped(rows: Rows, store: Store) -> list[str]:
+    """Baselines that the store has nothing for."""
+    found = []
+    if "lookback" not in store.sites:
+        found.append(f"{LOOKBACK}: the store has no lookback ratios (capture with --lookback)")
+    if not sources(store):
+        found.append(f"{COSINE}: the store has no states where matches were found (capture with --source-sites)")
+    if not _known(rows, "next_logprob"):
+        found.append(f"{LEAK}: the store has no values in a column next_logprob")
+    return found
 
 
 def logistic() -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,22 @@ class Report:
             advice = "free some space or choose another folder"
             raise ProbeError(f"cannot write the results to {root} ({error}): {advice}") from error
         return root
+
+
+def read_report(file: str | os.PathLike[str]) -> dict[str, Any]:
+    """The values of an evaluation.json. Raises ProbeError, naming the file, if it is none."""
+    again = "make it again with `switchsd train probe` or `switchsd evaluate`"
+    try:
+        values = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ProbeError(f"cannot read {file} ({error}): {again}") from error
+    if not isinstance(values, dict) or values.get("version") != VERSION:
+        found = repr(values.get("version")) if isinstance(values, dict) else "none"
+        raise ProbeError(f"{file} is no evaluation of format version {VERSION} (found: {found}): {again}")
+    wanted = {f.name for f in (*fields(Report), *fields(Findings))} - {"findings"}
+    if missing := sorted(wanted - set(values)):
+        raise ProbeError(f"{file} lacks {', '.join(missing)}: {again}")
+    return values
 
 
 @dataclass(frozen=True)

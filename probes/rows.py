@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from activations.labels import UNKNOWN, follow_labels
-from probes.artifact import ChoiceError, ProbeError
+from activations.sites import Site
+from probes.artifact import JOIN, ChoiceError, ProbeError
 
 Label = Literal["span_0", "span_1", "span_2", "follow"]
 Rows = Mapping[str, NDArray[Any]]
@@ -44,13 +45,32 @@ def manifest_hash(store: Store) -> str:
     return hashlib.sha256(json.dumps(store.manifest, sort_keys=True).encode()).hexdigest()
 
 
+def is_site(name: str) -> bool:
+    """Whether states of this name are the anchor's own at a site, or at several side by side; a store also holds
+    states of other places (`SITE@source`) and `lookback`, which no decoder hands to a probe."""
+    try:
+        for one in name.split(JOIN):
+            Site.parse(one)
+    except ValueError:
+        return False
+    return True
+
+
 def choose_sites(store: Store, patterns: Iterable[str]) -> list[str]:
-    """The store's sites that a pattern names (`resid_mid.*`, `resid_post.12`), in its order; all without a pattern."""
+    """The store's sites that a pattern names (`resid_mid.*`, `resid_post.12`), in its order; all without a pattern.
+
+    Other states than those of the anchor's own sites are only chosen by their name, or by a pattern with an `@`.
+    Raises ChoiceError for a pattern that names nothing.
+    """
     patterns = list(patterns) or ["*"]
     for pattern in patterns:
-        if not any(fnmatchcase(site, pattern) for site in store.sites):
+        if not any(_names(pattern, site) for site in store.sites):
             raise ChoiceError(f"no captured site is {pattern!r}; the store has {', '.join(store.sites)}")
-    return [site for site in store.sites if any(fnmatchcase(site, p) for p in patterns)]
+    return [site for site in store.sites if any(_names(p, site) for p in patterns)]
+
+
+def _names(pattern: str, site: str) -> bool:
+    return site == pattern or ((is_site(site) or "@" in pattern) and fnmatchcase(site, pattern))
 
 
 def labels_of(rows: Rows, label: Label, follow_m: int) -> NDArray[np.int8]:

@@ -164,17 +164,19 @@ def plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def measure(task: Task, subjects: Mapping[str, Subject], say: Say) -> tuple[Findings, dict[str, Baseline]]:
+def measure(
+    task: Task, store: Store, subjects: Mapping[str, Subject], say: Say
+) -> tuple[Findings, dict[str, Baseline]]:
     """Probes and baselines side by side, and the baselines' scores."""
     found = {n: task.measure(s.score, s.threshold, probability=True) for n, s in subjects.items()}
-    beside = baselines(task, say)
+    beside = baselines(task, store, say)
     found |= {name: task.measure(b.score, probability=b.probability) for name, b in beside.items()}
     return (
         Findings(
             evaluations=found,
             differences=_behind(found),
             reliability={n: reliability(task.y[task.test], s.score[task.test]) for n, s in subjects.items()},
-            skipped=[*base.skipped(task.rows), *_one_class(task)],
+            skipped=[*base.skipped(task.rows, store), *_one_class(task)],
             warnings=leaks(task, {name: e[task.headline] for name, e in found.items()}),
         ),
         beside,
@@ -213,7 +215,7 @@ def study(
     randomly initialised target, and the same question put to it. others: by name, the
     question put to another store, and the best probe's scores [rows] there.
     """
-    found, beside = measure(task, subjects, say)
+    found, beside = measure(task, store, subjects, say)
     best = subjects[BEST]
     site, held = best.recipe.site, is_held(store, best.recipe.site, len(task.y))
     states = states_at(store, site, len(task.y)).float().numpy() if held else None

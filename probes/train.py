@@ -17,13 +17,13 @@ from typing import Any, Literal
 
 from activations.provenance import provenance
 from activations.target import Fingerprint
-from probes.artifact import Probe, ProbeConfig, ProbeError
+from probes.artifact import ChoiceError, Probe, ProbeConfig, ProbeError
 from probes.baselines import FITS
 from probes.calibration import sigmoid_parts
 from probes.estimators import ESTIMATORS
 from probes.reading import is_serving, logits_at, sites_of
 from probes.result import Chosen, Report, TrainResult
-from probes.rows import Label, Store, choose_sites, manifest_hash
+from probes.rows import Label, Store, choose_sites, is_site, manifest_hash
 from probes.study import BEST, Findings, StudyConfig, Subject, measure, study
 from probes.sweep import Fitted, Recipe, sweep
 from probes.task import SCOPES, LabelOf, Task, logit, task_of
@@ -32,6 +32,7 @@ from probes.thresholds import ThresholdConfig, best_f1_threshold, choose
 Progress = Callable[[int, int, str], None]
 SAVED = ("linear", "means", "mlp", "mlp2")
 """Estimators that an artifact can hold."""
+READS_SITES = "where text is decoded, a probe only gets the anchor's own states, at sites such as resid_mid.18"
 STUDY_STEPS = 60
 """About how many steps a study tells of."""
 
@@ -50,7 +51,8 @@ class TrainConfig:
     """Further labels of the sweep, such as span_0, span_1 or follow_4; each is measured at its own best site."""
     sites: tuple[str, ...] = ()
     """Sites to fit, such as resid_mid.*; all of the store's if empty. Sites joined by + are read side by side:
-    resid_mid.18+resid_mid.20."""
+    resid_mid.18+resid_mid.20. Other states of the store (resid_mid.18@candidate) are only compared: what is saved
+    reads sites."""
     estimators: tuple[str, ...] = ("linear",)
     """Estimators to fit at each site; the first is the probe that is saved, the others are compared with it."""
     keep: tuple[str, ...] = ()
@@ -120,6 +122,11 @@ class _Training:
         self.target, self.target_name = target_of(store)
         self.sites = sites_of(store, config.sites)
         self.kept = choose_sites(store, config.keep) if config.keep else []
+        if foreign := [site for site in self.kept if not is_site(site)]:
+            raise ChoiceError(f"{foreign[0]} cannot be kept as a probe: {READS_SITES}")
+        self.readable = [site for site in self.sites if is_site(site)]
+        if not self.readable:
+            raise ChoiceError(f"no probe can be made of {', '.join(self.sites)} alone: {READS_SITES}; name a site, too")
         share, resamples, seed = config.selection_share, config.resamples, config.seed
         asked = LabelOf(config.label, config.follow_m, config.match, config.conditional)
         self.task = task_of(store, asked, share, resamples, seed)
@@ -139,7 +146,7 @@ class _Training:
         cells = sweep(self.store, self.tasks, recipes, penalties, self.config.select_by, self._say)
         asked = self.task.asked.name
         mine = {c.recipe.site: c for c in cells if c.result.label == asked and c.recipe.estimator == first}
-        ranked = sorted(self.sites, key=lambda site: self._value(mine[site]), reverse=True)
+        ranked = sorted(self.readable, key=lambda site: self._value(mine[site]), reverse=True)
         chosen = {BEST: ranked[0]}
         if boundaries := [site for site in ranked if is_serving(site)]:
             chosen["serving"] = boundaries[0]
@@ -151,7 +158,7 @@ class _Training:
             self._say(f"evaluating {site}")
             probes[name], subjects[name] = self._finish(mine[site])
         findings = (
-            measure(self.task, subjects, self._say)[0]
+            measure(self.task, self.store, subjects, self._say)[0]
             if self.measured is None
             else study(self.task, self.store, subjects, self.measured, self._say, self.config.threshold)
         )

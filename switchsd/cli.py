@@ -19,6 +19,8 @@ COMMANDS = {
     "captures": "Check, describe, merge and export capture stores.",
     "train": "Fit a probe or train an EAGLE-3 head.",
     "evaluate": "Measure finished probes on a capture store.",
+    "report": "Show evaluations as one HTML page.",
+    "causality": "Test whether the target uses what a probe reads.",
     "write": "Let the target write bulk text for training drafters.",
     "adapt": "Make a probe and a head for a target of your own.",
     "profile": "Measure what each part of a step costs on this machine.",

@@ -19,6 +19,8 @@ from activations.ray_engine import RayConfig
 from activations.selftext import SelfTextConfig
 from decoding.eagle.training import EagleTrainConfig
 from probes.evaluation import Interval
+from probes.result import JSON_FILE
+from probes.study import StudyConfig
 from probes.train import TrainConfig
 from switchsd.commands.capture import capture
 from switchsd.commands.train import eagle, probe
@@ -82,7 +84,7 @@ def adapt(
 
     found: dict[str, Any] = {"target": target, "folder": str(root), "plan": asdict(plan)}
     found["capture"] = run(capture, store, captured, loading, RayConfig(), target=target, limit=limit)
-    found["probe"] = fitted(store, probes) or run(probe, store, TrainConfig())
+    found["probe"] = fitted(store, probes) or run(probe, store, TrainConfig(), StudyConfig())
     if head:
         found["text"] = run(write, text, written, loading, target=target)
         settings = for_text(text, trained, passes)
@@ -117,7 +119,7 @@ def fitted(store: Path, folder: Path) -> dict[str, Any] | None:
     from probes.rows import manifest_hash
 
     try:
-        result: dict[str, Any] = json_.loads((folder / "train.json").read_text(encoding="utf-8"))
+        result: dict[str, Any] = json_.loads((folder / JSON_FILE).read_text(encoding="utf-8"))
         there = all((folder / name / "config.json").is_file() for name in result["probes"])
         if there and result["store"] == manifest_hash(CaptureStore.open(store)):
             return {"folder": str(folder), **result}

@@ -56,7 +56,8 @@ def evaluate(
         as_json({"folder": str(folder), **report.to_dict()})
         return
     show(report)
-    out.print(f"All tables: {folder / 'evaluation.md'}")
+    tables = folder / "evaluation.md"
+    out.print(f"All tables: {tables}; as a page: switchsd report {folder}", markup=False, soft_wrap=True)
 
 
 def open_store(path: Path) -> Any:

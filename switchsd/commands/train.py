@@ -77,7 +77,6 @@ def probe(
     json: AsJson = False,
 ) -> None:
     """Fit a probe at every captured site, and keep the best one and the serving one."""
-    from probes.plot import plot
     from probes.train import train
     from switchsd.artifacts import cached
     from switchsd.commands.evaluate import open_store, show
@@ -94,12 +93,11 @@ def probe(
         result = train(opened, config, tell, study)
     where = folder or cached("probe", result.target_name)
     result.save(where)
-    plot(result, where / "train.png")
     if json:
         as_json({"folder": str(where), **result.report.to_dict()})
         return
     show(result.report)
-    out.print(f"Probes and all tables: {where}")
+    out.print(f"Probes and all tables: {where}; as a page: switchsd report {where}", markup=False, soft_wrap=True)
     if folder is None:
         notes.print(
             f"`generate` and `bench` take {where / 'best'} from now on: delete {where} to go back to a shipped probe"

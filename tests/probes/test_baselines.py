@@ -3,16 +3,20 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from sklearn.metrics import roc_auc_score
 
 from probes.baselines import (
     BASE_RATE,
+    COSINE,
     FITS,
     LEAK,
     LOGITS,
+    LOOKBACK,
     SURFACE,
     WITH_PROBE,
     baselines,
+    cosines,
     logits_features,
     skipped,
     surface_features,
@@ -47,7 +51,7 @@ def test_scores_use_only_fit_rows_labels(fake_store: Any) -> None:
     away = (first.split.part != "fit") & (column >= 0)
     column[away] = 1 - column[away]
     other = task(store)
-    scores, changed = baselines(first), baselines(other)
+    scores, changed = baselines(first, store), baselines(other, store)
     assert scores.keys() == changed.keys()
     for name, found in scores.items():
         assert np.isfinite(found.score[first.test]).all()
@@ -64,7 +68,7 @@ def test_cross_fitted_scores_do_not_see_their_own_group(fake_store: Any) -> None
     flipped = first.folds[0].score & (first.y >= 0)
     y = np.where(flipped, 1 - first.y, first.y).astype(np.int8)
     other = Task(SPAN, first.rows, y, first.split, first.folds, 20, 0)
-    scores, changed = baselines(first), baselines(other)
+    scores, changed = baselines(first, store), baselines(other, store)
     for name, found in scores.items():
         assert np.isfinite(found.score[first.scope]).all()
         if name != BASE_RATE:
@@ -73,9 +77,9 @@ def test_cross_fitted_scores_do_not_see_their_own_group(fake_store: Any) -> None
 
 
 def test_order_of_the_baselines_is_that_of_what_they_know(fake_store: Any) -> None:
-    mine = task(fake_store())
-    told: list[str] = []
-    scores = baselines(mine, told.append)
+    store, told = fake_store(), list[str]()
+    mine = task(store)
+    scores = baselines(mine, store, told.append)
     test = mine.tests["all"]
     auc = {name: roc_auc_score(mine.y[test], found.score[test]) for name, found in scores.items()}
     assert auc[LEAK] > auc["surface, boosted trees"] > 0.7
@@ -89,20 +93,47 @@ def test_order_of_the_baselines_is_that_of_what_they_know(fake_store: Any) -> No
     assert len(told) == FITS - 1  # without the state
 
 
-def test_columns_that_a_store_may_have(fake_store: Any) -> None:
+def test_what_a_store_lacks_is_told(fake_store: Any) -> None:
     store = fake_store()
-    assert [line.split(":")[0] for line in skipped(store.rows())] == ["lookback ratio", "hidden-state cosine (PLD+)"]
-    rng = np.random.default_rng(0)
-    knows = -store._rows["span_0"] + rng.normal(size=2400)  # the less, the more it is copied
-    store._rows["lookback"] = np.where(rng.random(2400) < 0.3, np.nan, knows).astype(np.float32)
-    store._rows["cosine"] = np.full(2400, np.nan, dtype=np.float32)
+    assert [line.split(":")[0] for line in skipped(store.rows(), store)] == [LOOKBACK, COSINE]
     store._rows["next_logprob"] = np.full(2400, np.nan, dtype=np.float32)
+    assert [line.split(":")[0] for line in skipped(store.rows(), store)] == [LOOKBACK, COSINE, LEAK]
+    assert not {LOOKBACK, COSINE, LEAK} & set(baselines(task(store), store))
+
+
+def test_lookback_ratios_of_all_heads(fake_store: Any) -> None:
+    store = fake_store()
+    rng = np.random.default_rng(0)
+    heads = rng.normal(size=(2400, 8))
+    heads[:, 3] -= store._rows["span_1"]  # one head looks less at the prompt where text is copied
+    store._states["lookback"] = torch.from_numpy(heads).to(torch.bfloat16)
     mine = task(store)
-    assert [line.split(":")[0] for line in skipped(mine.rows)] == ["hidden-state cosine (PLD+)", "leak check"]
-    scores = baselines(mine)
-    assert "hidden-state cosine (PLD+)" not in scores and LEAK not in scores
-    found = scores["lookback ratio"].score[mine.test]
-    assert roc_auc_score(mine.y[mine.test], found) > 0.6 and np.isfinite(found).all()
+    found = baselines(mine, store)[LOOKBACK]
+    test = mine.tests["all"]
+    one = roc_auc_score(mine.y[test], -heads[test, 3])
+    assert found.probability and roc_auc_score(mine.y[test], found.score[test]) > one - 0.03 > 0.65
+
+
+def test_cosine_of_the_state_and_that_at_its_match(fake_store: Any) -> None:
+    store = fake_store()
+    rng = np.random.default_rng(0)
+    matched, copied = store._rows["match_length"] > 0, store._rows["span_1"] == 1
+    for site, noise in (("resid_mid.1", 2.0), ("resid_post.1", 30.0)):
+        here = store.states(site).float().numpy()
+        there = here + rng.normal(size=here.shape) * np.where(copied, noise / 2, noise)[:, None]
+        store._states[f"{site}@source"] = torch.from_numpy(there * matched[:, None])
+    here, there = (store.states(name).double().numpy() for name in ("resid_mid.1", "resid_mid.1@source"))
+    found = cosines(store, "resid_mid.1", 2400)
+    assert np.isnan(found[~matched]).all()
+    for row in np.flatnonzero(matched)[:50]:
+        expected = here[row] @ there[row] / np.linalg.norm(here[row]) / np.linalg.norm(there[row])
+        assert abs(found[row] - expected) < 1e-3
+    mine = task(store)
+    scores = baselines(mine, store)
+    [name] = [name for name in scores if name.startswith(COSINE)]
+    assert name == f"{COSINE} at resid_mid.1", "the selection part chooses the site that knows more"
+    assert roc_auc_score(mine.y[mine.test], scores[name].score[mine.test]) > 0.6
+    assert np.isfinite(scores[name].score[mine.tests["all"]]).all()
 
 
 def test_a_stack_on_scores_of_its_own_fit_rows_is_worse(fake_store: Any) -> None:

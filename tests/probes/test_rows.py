@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from probes.artifact import ProbeError
-from probes.rows import PARTS, check_classes, choose_sites, labels_of, manifest_hash, split_rows
+from probes.rows import PARTS, check_classes, choose_sites, is_site, labels_of, manifest_hash, split_rows
 
 
 @given(st.integers(0, 1000), st.floats(0.01, 0.99), st.booleans())
@@ -69,6 +69,22 @@ def test_sites_by_pattern_keep_the_stores_order(fake_store: Any) -> None:
     assert choose_sites(store, ["resid_post.*", "attn_out.1"]) == ["attn_out.1", "resid_post.1", "resid_post.2"]
     with pytest.raises(ProbeError, match=r"no captured site is 'mlp_out\.\*'; the store has embed, attn_out\.1"):
         choose_sites(store, ["embed", "mlp_out.*"])
+
+
+def test_states_of_other_places_are_only_chosen_by_their_name(fake_store: Any) -> None:
+    store = fake_store(documents=3)
+    own = store.sites
+    for name in ("resid_mid.1@source", "resid_mid.1@candidate", "lookback"):
+        store._states[name] = store.states("embed")
+    assert choose_sites(store, []) == choose_sites(store, ["*"]) == own
+    assert choose_sites(store, ["resid_mid.*", "embed"]) == ["embed", "resid_mid.1"]
+    assert choose_sites(store, ["*@candidate", "lookback"]) == ["resid_mid.1@candidate", "lookback"]
+    assert choose_sites(store, ["resid_mid.1@source"]) == ["resid_mid.1@source"]
+    with pytest.raises(ProbeError, match="no captured site is 'look\\*'"):
+        choose_sites(store, ["look*"])
+    assert is_site("embed+resid_mid.1") and is_site("attn_out.12")
+    for name in ("lookback", "resid_mid.1@source", "embed+resid_mid.1@candidate", "resid_mid", ""):
+        assert not is_site(name)
 
 
 def test_a_part_of_one_class_is_refused() -> None:

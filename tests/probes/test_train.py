@@ -13,7 +13,6 @@ from sklearn.metrics import roc_auc_score
 from activations.target import Fingerprint
 from probes.artifact import Probe, ProbeError
 from probes.baselines import LEAK
-from probes.plot import plot
 from probes.result import TrainResult
 from probes.rows import split_rows
 from probes.thresholds import StepCosts, ThresholdConfig
@@ -238,12 +237,16 @@ def test_bad_settings(change: dict[str, object], says: str) -> None:
         TrainConfig(**change)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("ending", ["png", "svg"])
-def test_plot_is_a_picture(result: TrainResult, tmp_path: Path, ending: str) -> None:
-    data = plot(result, tmp_path / f"a.{ending}").read_bytes()
-    assert data.startswith(b"\x89PNG") if ending == "png" else b"<svg" in data
-
-
-def test_plot_leaves_joined_sites_and_other_estimators_out(fake_store: Any, tmp_path: Path) -> None:
-    config = replace(QUICK, sites=("resid_mid.1", "embed+resid_post.1"), estimators=("linear", "means"))
-    assert b"<svg" in plot(train(fake_store(documents=30), config), tmp_path / "a.svg").read_bytes()
+def test_states_of_other_places_are_compared_and_never_saved(fake_store: Any) -> None:
+    store = fake_store(documents=30)
+    store._states["resid_mid.1@candidate"] = store.states("resid_mid.1")
+    store._states["resid_mid.1"] = store.states("embed")
+    joined = "resid_mid.1+resid_mid.1@candidate"
+    config = replace(QUICK, sites=("resid_mid.1", "resid_post.2", joined), l2=(1e-2,), resamples=20)
+    found = train(store, config)
+    assert found.report.chosen[0].site == joined, "it is measured"
+    assert {p.config.site for p in found.probes.values()} <= {"resid_mid.1", "resid_post.2"}
+    with pytest.raises(ProbeError, match=r"no probe can be made of resid_mid\.1\+resid_mid\.1@candidate alone"):
+        train(store, replace(config, sites=(joined,)))
+    with pytest.raises(ProbeError, match=r"resid_mid\.1@candidate cannot be kept as a probe"):
+        train(store, replace(config, keep=("*@candidate",)))

@@ -77,10 +77,8 @@ def trained(stores: dict[str, Path]) -> Path:
     return folder
 
 
-def test_training_writes_probes_tables_and_a_picture(trained: Path) -> None:
-    assert sorted(p.name for p in trained.iterdir()) == [
-        "best", "evaluation.json", "evaluation.md", "serving", "train.png",
-    ]  # fmt: skip
+def test_training_writes_probes_and_tables(trained: Path) -> None:
+    assert sorted(p.name for p in trained.iterdir()) == ["best", "evaluation.json", "evaluation.md", "serving"]
     report = json.loads((trained / "evaluation.json").read_text())
     assert report["config"]["folds"] == 2 and report["config"]["transfer"] is False
     assert report["gains"] and report["controls"] and not report["transfer"]
@@ -130,7 +128,7 @@ def test_what_cannot_be_measured(run: Run, trained: Path, stores: dict[str, Path
         ),
         ([trained, stores["sampled"], "--fitted", stores["sampled"]], USAGE, "is another one: its manifest differs"),
         ([trained, stores["greedy"], "--folds", "1"], USAGE, "folds is 1"),
-        ([trained, stores["greedy"], "--out", trained / "train.png"], USAGE, "is there and is no folder"),
+        ([trained, stores["greedy"], "--out", trained / "evaluation.md"], USAGE, "is there and is no folder"),
     ]
     for arguments, expected, says in cases:
         code, _, err = run("evaluate", "--out", tmp_path / "out", "--resamples", "5", *arguments)
@@ -140,3 +138,31 @@ def test_what_cannot_be_measured(run: Run, trained: Path, stores: dict[str, Path
     assert (code, "unknown label 'span_7'" in err) == (USAGE, True), err
     code, _, err = run("train", "probe", stores["greedy"], "--copy-ms", "0", "--out", tmp_path / "out")
     assert (code, "copy_ms is 0" in err) == (USAGE, True), err
+
+
+def test_a_report_of_a_folder_and_of_a_file(run: Run, trained: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    code, out, err = run("report", trained, "--out", page)
+    assert code == OK, err
+    assert "open it in a browser" in out and page.read_text().count("<article") == 1
+    code, out, err = run("report", trained, trained / "evaluation.json", "--out", page, "--json")
+    assert code == OK, err
+    assert json.loads(out) == {"file": str(page), "reports": [str(trained), str(trained / "evaluation.json")]}
+    assert page.read_text().count("<article") == 2 and "Comparison" in page.read_text()
+    assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_what_cannot_be_shown(run: Run, trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text("{")
+    cases: list[tuple[list[object], int, str]] = [
+        ([tmp_path / "nope"], USAGE, "nope is not there"),
+        ([tmp_path], USAGE, "evaluation.json is not there"),
+        ([trained, trained], USAGE, "is named twice"),
+        ([tmp_path / "bad.json"], FAILURE, "cannot read"),
+        ([trained / "best" / "config.json"], FAILURE, "is no evaluation of format version 1"),
+        ([trained, "--out", tmp_path / "no" / "page.html"], USAGE, "no such folder"),
+        ([], USAGE, "Missing argument"),
+    ]
+    for arguments, expected, says in cases:
+        code, _, err = run("report", *arguments)
+        assert (code, says in err) == (expected, True), err
