@@ -14,11 +14,11 @@ import torch
 
 from activations.cache import KVCache
 from activations.causal import CausalConfig, causal_drops, document_matches
-from activations.corpus import Prompt, prompts_hash
+from activations.corpus import Prompt, PromptError, Skipped, prompts_hash
 from activations.generation import Completion, Request, complete
 from activations.labels import LabelConfig, follow_rows
 from activations.lookback import NAME as LOOKBACK
-from activations.lookback import watch
+from activations.lookback import check_attention, watch
 from activations.provenance import provenance
 from activations.sampling import Sampling
 from activations.sites import eagle_sites, last_site
@@ -94,7 +94,12 @@ class CaptureConfig:
 
 
 def sites_of(target: Target, config: CaptureConfig) -> list[str]:
-    """The names of the states to keep. Raises ValueError for a site that the target does not have."""
+    """The names of the states to keep.
+
+    Raises ValueError for a site that the target does not have, and TargetError for lookback ratios that it hides.
+    """
+    if config.lookback:
+        check_attention(target)
     names: list[str] = []
     for name in config.sites:
         names += [*eagle_sites(target.blocks), last_site(target.blocks)] if name == EAGLE else [name]
@@ -115,15 +120,28 @@ def estimate_bytes(target: Target, prompts: Sequence[Prompt], config: CaptureCon
     """
     widths = sum(_width(target, name) for name in sites_of(target, config))
     row = widths * target.dtype.itemsize + ROW_BYTES
-    return row * sum(_most_rows(length, target, config) for length in _prompt_lengths(target, prompts))
+    return row * sum(_most_rows(_length(target, prompt), target, config) for prompt in prompts)
 
 
-def _prompt_lengths(target: Target, prompts: Sequence[Prompt]) -> Iterator[int]:
+def suitable(target: Target, prompts: Sequence[Prompt], skipped: Skipped) -> list[Prompt]:
+    """The prompts that the target can take; the other ones, too long ones for instance, are added to `skipped`."""
+    kept = []
     for prompt in prompts:
         try:
-            yield len(target.encode_messages(prompt.messages))
+            _length(target, prompt)
         except TargetError as error:
-            raise TargetError(f"prompt {prompt.id}: {error}") from error
+            skipped.add(PromptError(str(error)))
+        else:
+            kept.append(prompt)
+    return kept
+
+
+def _length(target: Target, prompt: Prompt) -> int:
+    """A prompt's tokens. Raises TargetError, naming the prompt, if the target cannot take it."""
+    try:
+        return len(target.encode_messages(prompt.messages))
+    except TargetError as error:
+        raise TargetError(f"prompt {prompt.id}: {error}") from error
 
 
 def _most_rows(prompt_length: int, target: Target, config: CaptureConfig) -> int:
@@ -310,7 +328,7 @@ def _elsewhere(states: torch.Tensor, place: str, rows: Mapping[str, np.ndarray])
     at = torch.from_numpy(rows["position"] - back).clamp_min(0).to(states.device)
     # A match may reach back to the first token, which no other one stands before.
     known = matched & torch.from_numpy(rows["position"] >= back).to(states.device)
-    return states[at] * known[:, None]
+    return states[at].masked_fill(~known[:, None], 0)  # not a product, which keeps what is not finite
 
 
 def _last_step(logits: torch.Tensor, ids: Sequence[int], rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

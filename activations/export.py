@@ -98,16 +98,14 @@ def export(
 
 def needed_sites(store: CaptureStore) -> list[str]:
     """The three sites that a head reads, low to high, and the last one; StoreError if the store lacks one."""
+    make = "make a store with `switchsd capture --selection all --sites eagle` or `switchsd write`"
+    if store.manifest.get("selection") != "all":
+        raise StoreError(f"{store.folder} does not hold whole texts: {make}")
     blocks = int(store.manifest["target"]["blocks"])
     sites = [*eagle_sites(blocks), last_site(blocks)]
     missing = [site for site in sites if site not in store.sites]
-    if store.manifest.get("selection") != "all" or missing:
-        whole = store.manifest.get("selection") == "all"
-        what = f"has no {', '.join(missing)}" if whole else "does not hold whole texts"
-        raise StoreError(
-            f"{store.folder} {what}: make a store with `switchsd capture --selection all --sites eagle` or "
-            "`switchsd write`"
-        )
+    if missing:
+        raise StoreError(f"{store.folder} has no {', '.join(missing)}: {make}")
     return sites
 
 
@@ -140,6 +138,7 @@ def write_speculators(sample: Sample, folder: Path, index: int) -> None:
 
 def _write_speculators_index(store: CaptureStore, folder: Path, written: set[int]) -> None:
     """The table of the samples, in the order of their files, and the counts of the tokens that the target wrote."""
+    import datasets
     from datasets import Dataset, Features, Sequence, Value
 
     counts: Counter[int] = Counter()
@@ -154,10 +153,16 @@ def _write_speculators_index(store: CaptureStore, folder: Path, written: set[int
     whole = Sequence(Value("int64"))
     features = Features({"input_ids": whole, "loss_mask": whole, "seq_len": Value("int64")})
     scratch = folder / ".scratch"
-    made = Dataset.from_generator(records, features=features, cache_dir=str(scratch), fingerprint="export")
-    made.set_format("torch")  # kept in the folder, and counted on by its reader
-    made.save_to_disk(folder)
-    del made
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()  # `progress` has told all there is to tell
+    try:
+        made = Dataset.from_generator(records, features=features, cache_dir=str(scratch), fingerprint="export")
+        made.set_format("torch")  # kept in the folder, and counted on by its reader
+        made.save_to_disk(folder)
+        del made
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
     shutil.rmtree(scratch)
     # The reader's format is torch's; a plain dictionary of integers loads without running code (weights_only).
     torch.save(dict(counts), folder / "token_freq.pt")

@@ -200,7 +200,10 @@ def parity(target: Target, texts: Sequence[Sequence[int]]) -> list[Parity]:
     if not texts or not all(texts):
         raise TargetError("parity needs at least one text, and none that is empty")
     single = _differences(target, texts)
-    wide = Target(copy.deepcopy(target.model).double(), target.tokenizer, target.name, target.folder)
+    model = copy.deepcopy(target.model).double()
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # experts computed together take no float64
+    wide = Target(model, target.tokenizer, target.name, target.folder)
     double = _differences(wide, texts)
     rows = sum(map(len, texts))
     return [Parity(str(s), rows, single[s], double[s], verdict(single[s], double[s])) for s in single]

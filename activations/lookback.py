@@ -54,14 +54,19 @@ class Lookback:
         self.blocks[int(module.layer_idx)] = (p / (p + n).clamp_min(1e-30)).T
 
 
-@contextmanager
-def watch(target: Target, prompt: int, first: int) -> Iterator[Lookback]:
-    """Collect the ratios of the forward pass within. Raises TargetError if the target's attention cannot be seen."""
+def check_attention(target: Target) -> None:
+    """Raise TargetError if the target's attention cannot be seen."""
     if target.config._attn_implementation != attention.NAME:
         raise TargetError(
             f"the attention of {target.name} is {target.config._attn_implementation!r}, whose weights cannot be seen: "
             "capture without lookback"
         )
+
+
+@contextmanager
+def watch(target: Target, prompt: int, first: int) -> Iterator[Lookback]:
+    """Collect the ratios of the forward pass within. Raises TargetError if the target's attention cannot be seen."""
+    check_attention(target)
     found = Lookback(prompt, first)
     attention.OBSERVERS.append(found.see)
     try:

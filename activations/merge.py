@@ -1,4 +1,8 @@
-"""Several capture stores of one target as one store."""
+"""Several capture stores of one target as one store.
+
+No document should be in it twice. Stores that answer the same prompts with the same seed, or share a whole shard, are
+refused, also where one of them was merged before. Sets of prompts that merely overlap are not noticed.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from activations.differences import differences
 from activations.provenance import provenance
 from activations.store import (
     VERSION,
@@ -21,6 +26,9 @@ from activations.store import (
     StoreError,
     check_space,
     checksums,
+    cut_file,
+    damaged,
+    intact,
     lock,
     shard_files,
     write_hashed,
@@ -29,7 +37,7 @@ from activations.store import (
 
 SAME = ("target", "selection", "sites", "dtype", "attention", "chat_template")
 """Entries of a manifest that must be equal in stores that are merged; the config's fields are compared one by one."""
-FREE = ("seed", "batch", "shard_documents")
+FREE = ("config.seed", "config.batch", "config.shard_documents")
 """Config fields that may differ: they say which texts were written, and how many at once."""
 
 
@@ -39,7 +47,7 @@ def merge(folders: Sequence[Path], folder: Path, progress: Callable[[int, int], 
     The documents of each store get the numbers behind those of the stores before it; groups stay as they are, so
     that near-duplicates of two stores stay together. Files of states are linked where the file system can, else
     copied. `progress(done, total)` is called with shards. Raises StoreError, naming the field, if the stores do not
-    belong together.
+    belong together, or the file, if one is not as it was written; states that are linked are not read for that.
     """
     stores = [CaptureStore.open(f) for f in folders]
     _check(stores)
@@ -51,10 +59,10 @@ def merge(folders: Sequence[Path], folder: Path, progress: Callable[[int, int], 
     total = sum(len(store.shards) for store in stores)
     with lock(folder):
         shards: list[dict[str, Any]] = []
-        parts = []
+        parts: list[dict[str, Any]] = []
         offset = 0
         for store in stores:
-            parts.append({"first_document": offset, **_part(store)})
+            parts += [{**part, "first_document": offset + part["first_document"]} for part in _parts(store)]
             highest = -1
             for number, info in enumerate(store.shards):
                 shards.append(_take(store, number, info, folder, len(shards), offset))
@@ -83,47 +91,56 @@ def _check(stores: Sequence[CaptureStore]) -> None:
     first = stores[0]
     seen: dict[str, CaptureStore] = {}
     for store in stores:
-        for name, mine, theirs in _fields(first, store):
-            if mine != theirs:
-                raise StoreError(
-                    f"{first.folder} and {store.folder} differ in {name} ({_short(mine)} and {_short(theirs)}): "
-                    "only stores of one target and one way of capturing can be merged"
-                )
-        config = store.manifest.get("config", {})
-        key = repr([store.manifest.get("prompts") or str(store.folder.resolve()), config.get("seed")])
-        if key in seen:
+        for number, info in enumerate(store.shards):
+            if cut := cut_file(shard_files(store.folder, number), info):
+                raise StoreError(damaged(cut))
+        changed = differences(first.manifest, store.manifest, (*SAME, "config"), FREE)
+        if first.shards and store.shards:
+            changed += differences(_columns(first), _columns(store), ("columns",))
+        if changed:
             raise StoreError(
-                f"{seen[key].folder} and {store.folder} hold the same prompts, answered with the same seed: "
-                "name only one of them"
+                f"{first.folder} and {store.folder} differ in {', '.join(changed)}: "
+                "only stores of one target and one way of capturing can be merged"
             )
-        seen[key] = store
+        marks = _marks(store)
+        for mark in marks & seen.keys():
+            raise StoreError(
+                f"{seen[mark].folder} and {store.folder} hold the same prompts, answered with the same seed, or some "
+                "of them: leave one of the two out"
+            )
+        seen.update(dict.fromkeys(marks, store))
 
 
-def _fields(first: CaptureStore, other: CaptureStore) -> list[tuple[str, object, object]]:
-    """What must be equal: names and both values."""
-    found = [(name, first.manifest.get(name), other.manifest.get(name)) for name in SAME]
-    configs = [s.manifest.get("config", {}) for s in (first, other)]
-    names = dict.fromkeys([*configs[0], *configs[1]])
-    found += [(f"config.{n}", configs[0].get(n), configs[1].get(n)) for n in names if n not in FREE]
-    if first.shards and other.shards:
-        columns = [pq.read_schema(shard_files(s.folder, 0)["rows"]).names for s in (first, other)]
-        found.append(("columns", columns[0], columns[1]))
-    return found
+def _columns(store: CaptureStore) -> dict[str, list[str]]:
+    """The names of the rows' columns."""
+    return {"columns": pq.read_schema(_sound_rows(store, 0)).names}
 
 
-def _short(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def _sound_rows(store: CaptureStore, number: int) -> Path:
+    """A shard's file of rows, with its checksum compared: the merged store's would cover damage up."""
+    file = shard_files(store.folder, number)["rows"]
+    if not intact(file, store.shards[number], "rows"):
+        raise StoreError(damaged(file))
+    return file
 
 
-def _part(store: CaptureStore) -> dict[str, Any]:
-    """What the merged manifest keeps of a store."""
+def _marks(store: CaptureStore) -> set[str]:
+    """What another store with the same texts has too: prompts and their seed, and checksums of states."""
+    made = [part for part in (store.manifest, *_parts(store)) if part.get("prompts")]
+    answered = {repr([part["prompts"], (part.get("config") or {}).get("seed")]) for part in made}
+    return answered | {checksums(info)["states"] for info in store.shards if info["rows"]}
+
+
+def _parts(store: CaptureStore) -> list[dict[str, Any]]:
+    """What a merged manifest keeps of a store, or of each of those that it was merged from."""
     manifest = store.manifest
-    return {
+    whole = {
+        "first_document": 0,
         "documents": sum(len(info["documents"]) for info in store.shards),
         "shards": len(store.shards),
         **{name: manifest.get(name) for name in ("prompts", "config", "provenance")},
     }
+    return list(manifest.get("merged", [whole]))
 
 
 def _copied(store: CaptureStore, folder: Path) -> int:
@@ -138,7 +155,7 @@ def _take(
 ) -> dict[str, Any]:
     """Put shard `number` of a store into `folder` as shard `new`; its entry of the manifest."""
     source, made = shard_files(store.folder, number), shard_files(folder, new)
-    table = pq.read_table(source["rows"])
+    table = pq.read_table(_sound_rows(store, number))
     place = table.schema.get_field_index("document")
     renumbered = pc.add(table["document"], pa.scalar(offset, table.schema.field(place).type))
     sink = pa.BufferOutputStream()
@@ -149,6 +166,8 @@ def _take(
         os.link(source["states"], made["states"])
     except OSError:  # another disk, or a file system without links
         shutil.copyfile(source["states"], made["states"])
+        if not intact(made["states"], info, "states"):
+            raise StoreError(damaged(source["states"])) from None
     taken = {
         **info,
         "documents": [document + offset for document in info["documents"]],

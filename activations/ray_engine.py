@@ -282,8 +282,8 @@ def _signs(board: Any, interval: float) -> None:
         time.sleep(interval)
 
 
-def connect(config: RayConfig) -> Any:
-    """The `ray` module, connected to a cluster. Raises EngineError if there is none."""
+def find_ray() -> Any:
+    """The `ray` module. Raises EngineError if it is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     try:
@@ -292,6 +292,12 @@ def connect(config: RayConfig) -> Any:
         import ray.util.scheduling_strategies
     except ImportError as error:
         raise EngineError(f"--engine ray needs Ray ({error}): pip install 'switchsd[ray]'") from error
+    return ray
+
+
+def connect(config: RayConfig) -> Any:
+    """The `ray` module, connected to a cluster. Raises EngineError if there is none."""
+    ray = find_ray()
     if ray.is_initialized():
         raise EngineError("this process is connected to a Ray cluster already: call ray.shutdown() first")
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what matters comes as an exception

@@ -26,9 +26,13 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
+from activations.differences import differences
+
 VERSION = 2
 DECIDES = ("target", "sites", "config", "prompts", "dtype", "attention")
 """Entries of a manifest that must be equal for a capture to be continued."""
+TARGET = ("architecture", "width", "blocks", "vocabulary", "revision")
+"""What a manifest says of its target."""
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 """Names of the dtypes of states in the safetensors format."""
 EXPONENTS = {
@@ -146,6 +150,8 @@ class CaptureStore:
                 raise TypeError(f"no such format version: {version!r}")
             if not all(isinstance(manifest[k], list) for k in ("shards", "sites")):
                 raise TypeError("'shards' and 'sites' must be lists")
+            for name in TARGET:
+                manifest["target"][name]
             for shard in manifest["shards"]:
                 found = checksums(shard)
                 shard["rows"], shard["documents"], found["rows"], found["states"]
@@ -224,10 +230,10 @@ class CaptureStore:
             yield self._damage(shard, info)
 
     def _damage(self, shard: int, info: dict[str, Any]) -> str | None:
-        expected = checksums(info)
-        for name, file in shard_files(self.folder, shard).items():
-            if not file.is_file() or checksum(file, expected[name].partition(":")[0]) != expected[name]:
-                return f"{file} is missing, or not as it was written: {AGAIN}"
+        files = shard_files(self.folder, shard)
+        cut = cut_file(files, info) or next((f for name, f in files.items() if not intact(f, info, name)), None)
+        if cut:
+            return damaged(cut)
         numbers = self.shard_rows(shard, ["document"])["document"].tolist()
         found = {"rows": len(numbers), "documents": list(dict.fromkeys(numbers))}
         for name, value in found.items():
@@ -270,20 +276,24 @@ class StoreWriter:
 
     def _resume(self) -> None:
         """Take over what an earlier run of the same description left in the folder."""
-        if not (self.folder / "manifest.json").is_file():
+        file = self.folder / "manifest.json"
+        if not file.exists():
             return
+        if not file.is_file():
+            raise StoreError(f"{file} is there and is no file: choose a new folder")
         old = CaptureStore.open(self.folder).manifest
-        changed = [k for k in DECIDES if _plain(old.get(k)) != _plain(self.manifest.get(k))]
+        changed = differences(old, self.manifest, DECIDES)
         if changed:
             raise StoreError(
-                f"{self.folder} holds a capture with other settings ({', '.join(changed)} differ): choose a new folder"
+                f"{self.folder} holds a capture with other settings than this run's: {', '.join(changed)} differ; "
+                "choose a new folder"
             )
         self.manifest = {**old, "version": VERSION}
 
     def _gaps(self) -> list[int]:
         """Shards whose files were deleted or cut, to be written again first; those at the end are simply forgotten."""
         shards = self.manifest["shards"]
-        lost = [n for n, info in enumerate(shards) if not _whole(shard_files(self.folder, n), info)]
+        lost = [n for n, info in enumerate(shards) if cut_file(shard_files(self.folder, n), info)]
         while lost and lost[-1] == len(shards) - 1:
             shards.pop()
             lost.pop()
@@ -450,13 +460,24 @@ def write_hashed(file: Path, parts: Iterable[Any]) -> str:
     return f"xxh3_128:{digest.hexdigest()}"
 
 
-def _whole(files: Mapping[str, Path], info: Mapping[str, Any]) -> bool:
-    """Whether a shard counts, and its files are there and as long as they were (after a power cut they may not be)."""
-    sizes = info.get("bytes", {})
-    if NONE in checksums(info).values():
-        return False
-    return all(f.is_file() and f.stat().st_size == sizes.get(name, f.stat().st_size) for name, f in files.items())
+def cut_file(files: Mapping[str, Path], info: Mapping[str, Any]) -> Path | None:
+    """The first of a shard's files that is missing, is to be written again, or is not as long as it was.
+
+    After a power cut it may not be.
+    """
+    sizes, expected = info.get("bytes", {}), checksums(info)
+    for name, file in files.items():
+        if expected[name] == NONE or not file.is_file() or file.stat().st_size != sizes.get(name, file.stat().st_size):
+            return file
+    return None
 
 
-def _plain(value: object) -> object:
-    return json.loads(json.dumps(value))
+def intact(file: Path, info: Mapping[str, Any], name: str) -> bool:
+    """Whether a file has the checksum of a shard's `rows` or `states`."""
+    expected = checksums(info)[name]
+    return checksum(file, expected.partition(":")[0]) == expected
+
+
+def damaged(file: Path) -> str:
+    """What to say of a shard's file that is not as it was written."""
+    return f"{file} is missing, or not as it was written: {AGAIN}"

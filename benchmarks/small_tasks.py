@@ -60,8 +60,8 @@ class TaskWriter:
         return list(self._kinds)
 
     def task(self, rng: random.Random, kind: str | None = None) -> Task:
-        """A task of this kind, or of a random one."""
-        kind = kind or rng.choice(self.kinds)
+        """A task of this kind; of a random one, `repeat` three times as often as each other, if None is named."""
+        kind = kind or rng.choice([*self._kinds, "repeat", "repeat"])
         return Task(kind, *self._kinds[kind](rng))
 
     # -- material -----------------------------------------------------------------------------------

@@ -76,17 +76,17 @@ class SmallConfig:
     """Longest text, in tokens, and the context of the last steps."""
     context: int = 256
     """Context of most steps, in tokens."""
-    first_steps: int = 150
+    first_steps: int = 200
     """Steps on nothing but random tokens that come again, in a context of FIRST_CONTEXT: copying is learnt here."""
-    long_share: float = 0.1
+    long_share: float = 0.15
     """Share of the steps with the long context."""
-    steps: int = 2400
+    steps: int = 1500
     """Updates."""
     batch_tokens: int = 4096
     """Tokens of an update."""
-    text_share: float = 0.2
+    text_share: float = 0.3
     """Share of rows that are text."""
-    random_share: float = 0.15
+    random_share: float = 0.3
     """Share of rows that are random tokens which come again; the others are tasks."""
     learning_rate: float = 0.01
     """Of the matrices (Muon)."""

@@ -134,12 +134,16 @@ def measure_costs(decoder: Decoder, settings: ModeSettings, columns: Iterable[st
 
 def chosen_prompts(source: str | os.PathLike[str] | None, split: str | None, **how: Any) -> list[Prompt]:
     """What --prompts (read with `how`) or --split names; nothing where neither is given. Raises UsageError."""
-    from activations.corpus import load_corpus, read_prompts
+    from activations.corpus import SPLITS, load_corpus, read_prompts
     from switchsd.options import UsageError
 
     if source is not None and split is not None:
         raise UsageError("--split is about the embedded prompts: leave it out, or leave --prompts out")
+    if source == "":  # which would be this folder
+        raise UsageError("--prompts is empty: name a source, or leave it out")
+    if split is not None and split not in SPLITS:
+        raise UsageError(f"unknown split {split!r}: use {' or '.join(SPLITS)}, or leave --split out for both")
     try:
-        return read_prompts(source, **how) if source else load_corpus(split) if split is not None else []
+        return read_prompts(source, **how) if source is not None else load_corpus(split) if split else []
     except ValueError as error:
         raise UsageError(str(error)) from error

@@ -25,9 +25,10 @@ from rich.table import Table
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text for people.")]
 
-# A pipe or file has no width: tables then take what they need.
-out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-notes = Console(stderr=True, highlight=False, soft_wrap=True)
+# A pipe or file has no width: tables then take what they need. Names that users give may hold brackets and colons, so
+# that neither console reads markup or emoji where it is not asked to.
+out = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 160)
+notes = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 LINE_SECONDS = 30.0
 COLOURS = {"target": "default", "copy": "bold green", "eagle": "bold blue", "draft": "bold magenta"}
@@ -36,6 +37,11 @@ COLOURS = {"target": "default", "copy": "bold green", "eagle": "bold blue", "dra
 def colour(source: str) -> str:
     """Style of a token that `source` drafted."""
     return COLOURS.get(source, "bold yellow")
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 document`, `2 documents`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def as_json(value: object) -> None:
@@ -74,7 +80,7 @@ class Bar:
 @contextmanager
 def bar(text: str, total: float | None = None) -> Iterator[Bar]:
     """A progress bar on standard error; without a total it only shows that work goes on."""
-    columns: list[Any] = [SpinnerColumn(), TextColumn("{task.description}")]
+    columns: list[Any] = [SpinnerColumn(), TextColumn("{task.description}", markup=False)]
     if total is not None:
         columns += [BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
     columns.append(TimeElapsedColumn())

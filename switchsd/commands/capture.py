@@ -10,10 +10,10 @@ import typer
 
 from activations.capture import CaptureConfig
 from activations.corpus import Skipped, load_corpus
-from activations.ray_engine import RayConfig, RayEngine
+from activations.ray_engine import RayConfig, RayEngine, find_ray
 from switchsd.loading import LoadConfig, chosen_prompts
 from switchsd.options import UsageError, check_folder
-from switchsd.show import AsJson, as_json, bar, notes, out
+from switchsd.show import AsJson, as_json, bar, counted, notes, out
 
 
 def capture(
@@ -27,7 +27,9 @@ def capture(
         typer.Option(help="Prompts: JSONL, a folder of text files or a datasets name; by default the embedded ones."),
     ] = None,
     column: Annotated[str | None, typer.Option(help="What in --prompts holds the prompt, if not a usual name.")] = None,
-    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out prompts that cannot be read.")] = False,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave out prompts that cannot be read, or not be taken by the target.")
+    ] = False,
     split: Annotated[str | None, typer.Option(help="Part of the embedded prompts: train or validation.")] = None,
     limit: Annotated[int, typer.Option(help="Only so many prompts, evenly spread; 0 = all.")] = 0,
     engine: Annotated[
@@ -37,7 +39,7 @@ def capture(
 ) -> None:
     """Store hidden states and copy labels of a target's own text."""
     from activations.capture import capture as run
-    from activations.capture import estimate_bytes, read_here
+    from activations.capture import estimate_bytes, read_here, suitable
     from activations.store import GIB, free_bytes
     from activations.target import load_target
 
@@ -48,23 +50,31 @@ def capture(
     if limit < 0:
         raise UsageError(f"--limit is {limit}; it must be 0 (all) or more")
     check_folder(store)
+    if engine == "ray":
+        find_ray()
     skipped = Skipped() if skip_bad else None
     chosen = chosen_prompts(prompts, split, column=column, skipped=skipped) or load_corpus()
-    if skipped and skipped.count:
-        first = "\n  ".join(skipped.first)
-        notes.print(f"{skipped.count} prompts are left out, the first of them:\n  {first}", markup=False)
     if 0 < limit < len(chosen):
         chosen = [chosen[i * len(chosen) // limit] for i in range(limit)]
     with bar(f"loading {target}"):
         # The devices are the workers': this copy only tells them what must be equal.
         placed = loading.device_map is not None or loading.quantization is not None
         model = load_target(target, device="cpu" if engine == "ray" and not placed else None, **asdict(loading))
+    if skipped is not None:
+        chosen = suitable(model, chosen, skipped)
+    if skipped and skipped.count:
+        more = ", the first of them" if skipped.count > len(skipped.first) else ""
+        notes.print("\n  ".join([f"left out: {counted(skipped.count, 'prompt')}{more}:", *skipped.first]))
+        if not chosen:
+            raise UsageError("no prompt is left: choose other ones, or another target")
     try:
         size = estimate_bytes(model, chosen, config)
     except ValueError as error:  # an unknown site
         raise UsageError(str(error)) from error
     free = free_bytes(store) / GIB
-    notes.print(f"{len(chosen)} prompts; the store takes at most {size / GIB:.2f} GiB, {free:.1f} GiB are free")
+    notes.print(
+        f"{counted(len(chosen), 'prompt')}; the store takes at most {size / GIB:.2f} GiB, {free:.1f} GiB are free"
+    )
     name = str(Path(target).absolute()) if Path(target).is_dir() else target  # workers stand in other folders
     reader = RayEngine({"name": name, **asdict(loading)}, cluster) if engine == "ray" else read_here
     try:
@@ -74,7 +84,7 @@ def capture(
         notes.print(f"\nstopped; run the same command again to go on from the last whole shard in {store}")
         raise
     found = {"store": str(store), "documents": len(chosen), "rows": len(made)}
-    text = f"{store}: {len(chosen)} documents, {len(made)} rows"
+    text = f"{store}: {counted(len(chosen), 'document')}, {counted(len(made), 'row')}"
     if config.selection != "all":
         shards = range(len(made.shards))
         matched = sum(int((made.shard_rows(n, ["match_length"])["match_length"] > 0).sum()) for n in shards)
@@ -82,9 +92,8 @@ def capture(
         text += f", {matched} of them with a suffix match"
     broken = sum(sum(shard.get("nonfinite_rows", {}).values()) for shard in made.shards)
     if broken:
-        notes.print(
-            f"{broken} rows have states that are not finite: switchsd captures info {store} names the documents"
-        )
+        what = f"{counted(broken, 'row')} with states that are not finite"
+        notes.print(f"{what}: switchsd captures info {store} names the documents")
     if json:
         as_json({**found, "sites": made.sites})
         return

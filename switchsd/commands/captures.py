@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from switchsd.options import UsageError, check_folder
-from switchsd.show import AsJson, as_json, bar, notes, out, table
+from switchsd.show import AsJson, as_json, bar, counted, notes, out, table
 
 if TYPE_CHECKING:
     from activations.store import CaptureStore
 
 Store = Annotated[Path, typer.Argument(help="A capture store.")]
-LABELS = ("span_0", "span_1", "span_2", "follow", "causal")
+LABELS = ("span_0", "span_1", "span_2", "follow")
 FLAGS = ("loss_mask", "censored")
 
 
@@ -34,10 +34,10 @@ def verify(store: Store, json: AsJson = False) -> None:
         as_json({"store": str(store), "shards": total, "rows": len(opened), "damages": damages})
     if damages:
         for damage in damages[:-1]:
-            notes.print(damage, markup=False)
-        raise StoreError(f"{damages[-1]} ({len(damages)} of {total} shards are damaged)")
+            notes.print(damage)
+        raise StoreError(f"{damages[-1]} (damaged: {len(damages)} of {counted(total, 'shard')})")
     if not json:
-        out.print(f"{store}: {total} shards, {len(opened)} rows, all as they were written")
+        out.print(f"{store}: {counted(total, 'shard')}, {counted(len(opened), 'row')}, all as they were written")
 
 
 def info(store: Store, json: AsJson = False) -> None:
@@ -51,8 +51,9 @@ def info(store: Store, json: AsJson = False) -> None:
         as_json(found)
         return
     manifest, target = opened.manifest, opened.manifest["target"]
-    out.print(f"{store}: {found['documents']} of {found['planned']} documents, {found['rows']} rows, "
-              f"{found['bytes'] / GIB:.2f} GiB in {len(opened.shards)} shards")  # fmt: skip
+    documents, shards = counted(found["planned"], "document"), counted(len(opened.shards), "shard")
+    out.print(f"{store}: {found['documents']} of {documents}, {counted(found['rows'], 'row')}, "
+              f"{found['bytes'] / GIB:.2f} GiB in {shards}")  # fmt: skip
     name = manifest.get("target_name", target["architecture"])
     out.print(f"target     {name}: {target['architecture']}, width {target['width']}, {target['blocks']} blocks, "
               f"{found['dtype']}, revision {target['revision']}")  # fmt: skip
@@ -66,7 +67,10 @@ def info(store: Store, json: AsJson = False) -> None:
                         [(k, v["documents"], v["rows"]) for k, v in found["families"].items()]))  # fmt: skip
     broken = found["nonfinite"]
     if broken["values"]:
-        listed = ", ".join(f"{d} ({n} rows)" for d, n in broken["documents"].items()) or "(not recorded by document)"
+        listed = (
+            ", ".join(f"{d} ({counted(n, 'row')})" for d, n in broken["documents"].items())
+            or "(not recorded by document)"
+        )
         out.print(f"{broken['values']} values are not finite, in document {listed}", soft_wrap=True)
 
 
@@ -75,7 +79,8 @@ def summary(store: CaptureStore) -> dict[str, Any]:
 
     `labels` holds, by column, the share of 1 among the rows where it is `known`.
     """
-    from activations.store import shard_files
+    from activations.causal import COLUMNS, CausalConfig, causal_labels
+    from activations.store import NONE, checksums, shard_files
 
     manifest = store.manifest
     known: Counter[str] = Counter()
@@ -84,11 +89,16 @@ def summary(store: CaptureStore) -> dict[str, Any]:
     rows: Counter[str] = Counter()
     broken: dict[str, int] = {}
     size = 0
+    removal = manifest.get("config", {}).get("removal", {})
+    delta = removal.get("causal_delta", CausalConfig.causal_delta)
     for shard, entry in enumerate(store.shards):
+        if NONE in checksums(entry).values():  # what is there does not count
+            continue
         broken.update(entry.get("nonfinite_rows", {}))
         size += sum(file.stat().st_size for file in shard_files(store.folder, shard).values() if file.exists())
         columns = store.shard_rows(shard)
-        for name in (n for n in LABELS if n in columns):
+        columns |= {name: causal_labels(columns[name], delta) for name in COLUMNS if name in columns}
+        for name in (n for n in (*LABELS, *COLUMNS) if n in columns):
             known[name] += int((columns[name] >= 0).sum())
             ones[name] += int((columns[name] > 0).sum())
         for name in (n for n in FLAGS if n in columns):
@@ -122,7 +132,11 @@ def merge(
     folder: Annotated[Path, typer.Option("--out", help="The new store.")],
     json: AsJson = False,
 ) -> None:
-    """Put several stores together in a new one; files of states are linked, not copied, where that is possible."""
+    """Put several stores together in a new one; files of states are linked, not copied, where that is possible.
+
+    Stores that answer the same prompts with the same seed, or share a shard, are refused. Sets of prompts that merely
+    overlap are not noticed: their documents are then in the new store twice.
+    """
     from activations.merge import merge as run
 
     check_folder(folder)
@@ -134,7 +148,9 @@ def merge(
     if json:
         as_json(found)
         return
-    out.print(f"{folder}: {found['documents']} documents, {found['rows']} rows of {len(stores)} stores")
+    out.print(
+        f"{folder}: {counted(found['documents'], 'document')}, {counted(found['rows'], 'row')} of {len(stores)} stores"
+    )
 
 
 def export(
@@ -160,9 +176,9 @@ def export(
     if json:
         as_json({"folder": str(folder), **found})
         return
-    out.print(f"{folder}: {found['documents']} documents, {found['tokens']} tokens for {format}")
+    out.print(f"{folder}: {counted(found['documents'], 'document')}, {found['tokens']} tokens for {format}")
     if found["left_out"]:
-        out.print(f"{found['left_out']} documents are left out: they have states that are not finite")
+        out.print(f"left out: {counted(found['left_out'], 'document')} with states that are not finite")
 
 
 def final_norm(store: CaptureStore, target: str | None) -> Any:

@@ -97,7 +97,7 @@ def _demo(name: str, folder: Path, max_new_tokens: int, json: bool) -> None:
         as_json({"site": probe.config.site, "auc": auc, "decoding": lines, "seconds": round(seconds, 1)})
         return
     heavy = made["copy-heavy", "switchsd"]
-    out.print(f"\n[bold]{shown[0].messages[-1]['content'].strip()}[/bold]\n", highlight=False)
+    out.print(f"\n{shown[0].messages[-1]['content'].strip()}\n", style="bold")
     out.print(coloured(target, heavy), soft_wrap=True)
     legend = Text()
     for source in dict.fromkeys(heavy.sources):

@@ -46,7 +46,7 @@ def doctor(json: AsJson = False) -> None:
     out.print(f"cache: {report['cache']['folder']}, {report['cache']['size_gib']} GiB used, "
               f"{report['cache']['free_gib']} GiB free")  # fmt: skip
     for line in report["advice"]:
-        out.print(f"[bold]→[/bold] {line}")
+        out.print(f"→ {line}")
     if not report["advice"]:
         out.print("Nothing is missing.")
 

@@ -81,9 +81,10 @@ def _show(target: str, compared: Sequence[Parity], missing: Sequence[str], error
         out.print(f"TransformerLens has no {', '.join(missing)}: not compared")
     same = sum(p.verdict == "equal" for p in compared)
     if errors:
-        out.print(
-            f"[bold red]{len(errors)} of {len(compared)} sites differ by more than rounding[/]: {errors[0]} first"
-        )
+        text = f"{len(errors)} of {len(compared)} sites differ by more than rounding: {errors[0]} first"
+        out.print(text, style="bold red")
+    elif same == len(compared):
+        out.print(f"all {same} sites are equal bit for bit")
     else:
         out.print(f"{same} of {len(compared)} sites are equal bit for bit, the others differ by rounding alone")
     out.print(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from switchsd.loading import LoadConfig
+from switchsd.options import UsageError
 from switchsd.show import AsJson, as_json, notes, out, table
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ def sites(
     """List where a target's hidden states can be read."""
     from activations.target import load_target
 
+    if Path(target).is_file():
+        raise UsageError(f"{target} is a file: name the folder that holds the model")
     model = load_target(target, **asdict(loading), check=False)
     rows = places(model)
     remarks = [f"{kind}: {why}" for kind, why in missing(model).items()]

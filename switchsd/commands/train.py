@@ -104,7 +104,7 @@ def probe(
         )
     best = result.evaluations.get("best", {})
     if any(e.roc_auc.lower <= 0.5 for e in best.values()):
-        notes.print("[bold]This probe is not shown to be better than chance:[/bold] capture more text")
+        notes.print("This probe is not shown to be better than chance: capture more text", style="bold")
 
 
 SUBCOMMANDS = (probe, eagle)

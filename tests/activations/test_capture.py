@@ -13,13 +13,13 @@ import torch
 
 from activations import capture as capture_module
 from activations import store as store_module
-from activations.capture import CaptureConfig, capture, estimate_bytes
+from activations.capture import CaptureConfig, capture, estimate_bytes, suitable
 from activations.causal import CausalConfig, causal_drops, document_matches
-from activations.corpus import Prompt
+from activations.corpus import Prompt, Skipped
 from activations.generation import Request, complete
 from activations.labels import LabelConfig
 from activations.store import CaptureStore, StoreError
-from activations.target import Target
+from activations.target import Target, TargetError
 
 CONFIG = CaptureConfig(sites=("resid_mid.1", "resid_post.2"), max_new_tokens=24, batch=2)
 
@@ -98,12 +98,17 @@ def test_another_capture_is_not_continued(store: CaptureStore, small_target: Cal
     for other, config, says in (
         (prompts("ABCDABCDABCD", "another", "aaaa"), CONFIG, "prompts differ"),
         (TEXTS[:2], CONFIG, "prompts differ"),
-        (TEXTS, replace(CONFIG, seed=1), "config differ"),
-        (TEXTS, replace(CONFIG, sites=("resid_mid.1",)), "sites, config differ"),
+        (TEXTS, replace(CONFIG, seed=1), r"other settings than this run's: config.seed \(0 and 1\) differ"),
+        (TEXTS, replace(CONFIG, labels=LabelConfig(kappa=3)), r"config.labels.kappa \(5 and 3\)"),
+        (
+            TEXTS,
+            replace(CONFIG, sites=("resid_mid.1",)),
+            r"sites \(only the first has resid_post.2\), config.sites \(only .*\) differ",
+        ),
     ):
         with pytest.raises(StoreError, match=says):
             capture(target, other, store.folder, config)
-    with pytest.raises(StoreError, match="attention differ"):
+    with pytest.raises(StoreError, match=r"attention \(\"folded\" and \"eager\"\) differ"):
         capture(small_target("llama", "eager"), TEXTS, store.folder, CONFIG)
     assert len(capture(target, TEXTS, store.folder, CONFIG)) == len(store)
 
@@ -330,3 +335,37 @@ def test_lookback_is_what_the_weights_of_attention_say(small_target: Callable[..
                     p, n = head[t, :start].mean(), head[t, start : t + 1].mean() if t >= start else torch.tensor(0)
                     ratios.append(float(p / (p + n)))
             assert made.states("lookback")[row].tolist() == pytest.approx(ratios, abs=1e-5)
+
+
+def test_without_a_match_states_are_zeros_whatever_the_anchor_s_are() -> None:
+    states = torch.full((4, 3), torch.inf)
+    states[1] = torch.nan
+    states[0] = 7.0
+    rows = {
+        "distance": np.array([0, 2, 0]),
+        "match_length": np.array([0, 5, 0]),
+        "position": np.array([1, 2, 3]),
+    }
+    for place in ("source", "candidate"):
+        found = capture_module._elsewhere(states, place, rows)
+        assert not found[[0, 2]].any(), place
+    assert capture_module._elsewhere(states, "source", rows)[1].tolist() == [7.0] * 3
+
+
+def test_attention_that_hides_its_weights_is_refused_before_anything_is_written(
+    small_target: Callable[..., Target], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture_module, "read_shard", lambda *rest: pytest.fail("text was generated"))
+    config = replace(CONFIG, lookback=True)
+    for ask in (estimate_bytes, lambda *rest: capture(rest[0], TEXTS, tmp_path / "s", config)):
+        with pytest.raises(TargetError, match="'eager', whose weights cannot be seen: capture without lookback"):
+            ask(small_target("llama", "eager"), TEXTS, config)
+    assert not (tmp_path / "s").exists()
+
+
+def test_prompts_that_the_target_cannot_take_are_told(small_target: Callable[..., Target]) -> None:
+    target, skipped = small_target("llama"), Skipped()
+    texts = prompts("ABC", "A" * target.max_length, " ", "DEF")
+    assert [p.id for p in suitable(target, texts, skipped)] == ["p0", "p3"]
+    assert skipped.count == 2
+    assert skipped.first[0].startswith("prompt p1: the prompt has") and "p2: the prompt is empty" in skipped.first[1]

@@ -22,6 +22,8 @@ from transformers import (
     Olmo2Config,
     Olmo2ForCausalLM,
     PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from activations import lens
@@ -40,6 +42,9 @@ OTHERS: dict[str, Callable[[], PreTrainedModel]] = {
     "neox, one branch after the other": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SMALL, use_parallel_residual=False)),
     "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SMALL)),
     "granite": lambda: GraniteForCausalLM(GraniteConfig(**SMALL, residual_multiplier=0.5)),
+    "qwen3-moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SMALL, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    ),
 }
 
 

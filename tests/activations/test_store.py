@@ -39,6 +39,9 @@ from activations.store import (
 
 SITES = ["resid_post.0", "resid_post.1"]
 SHARDS = 4
+DESCRIBED: dict[str, Any] = {
+    "target": {"architecture": "A", "width": 8, "blocks": 2, "vocabulary": "v", "revision": "r"}
+}
 
 
 def shard(number: int) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
@@ -53,7 +56,7 @@ def shard(number: int) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
 
 def fill(folder: Path, **options: float) -> CaptureStore:
     """Write all shards that are missing."""
-    with StoreWriter(folder, {"config": {"seed": 0}}, SITES, **options) as writer:
+    with StoreWriter(folder, {**DESCRIBED, "config": {"seed": 0}}, SITES, **options) as writer:
         for number in [*writer.gaps, *range(writer.complete_shards, SHARDS)]:
             writer.write(*shard(number))
     return CaptureStore.open(folder)
@@ -153,7 +156,7 @@ def test_a_document_is_its_rows(store: CaptureStore) -> None:
 def test_one_site_of_thirty_is_read_alone(tmp_path: Path) -> None:
     sites = [f"resid_post.{n}" for n in range(30)]
     states = {site: torch.randn(1000, 256) for site in sites}  # 1 MB each
-    with StoreWriter(tmp_path / "s", {}, sites) as writer:
+    with StoreWriter(tmp_path / "s", DESCRIBED, sites) as writer:
         writer.write({"document": np.zeros(1000, np.int64)}, states)
     opened = CaptureStore.open(tmp_path / "s")
     file = (tmp_path / "s" / "states" / "00000.safetensors").resolve()
@@ -322,16 +325,31 @@ def test_a_run_that_is_cut_anywhere_goes_on(
 
 
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:
-    with StoreWriter(tmp_path, {}, SITES) as first:
+    with StoreWriter(tmp_path, DESCRIBED, SITES) as first:
         first.write(*shard(0))
         with pytest.raises(StoreError, match=rf"written by another run \(process {os.getpid()}\)"):
-            StoreWriter(tmp_path, {}, SITES)
+            StoreWriter(tmp_path, DESCRIBED, SITES)
         assert len(CaptureStore.open(tmp_path)) == 5, "reading needs no lock"
-    with StoreWriter(tmp_path, {}, SITES) as second:
+    with StoreWriter(tmp_path, DESCRIBED, SITES) as second:
         assert second.complete_shards == 1
-    with pytest.raises(StoreError, match="sites differ"):
-        StoreWriter(tmp_path, {}, SITES[:1])
-    StoreWriter(tmp_path, {}, SITES).close()  # the refused one keeps no lock
+    with pytest.raises(StoreError, match=r"sites \(only the first has resid_post.1\) differ"):
+        StoreWriter(tmp_path, DESCRIBED, SITES[:1])
+    StoreWriter(tmp_path, DESCRIBED, SITES).close()  # the refused one keeps no lock
+
+
+def test_a_manifest_that_is_a_folder_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").mkdir()
+    with pytest.raises(StoreError, match=r"manifest.json is there and is no file: choose a new folder"):
+        StoreWriter(tmp_path, DESCRIBED, SITES)
+
+
+@pytest.mark.parametrize("lost", ["target", *DESCRIBED["target"]])
+def test_a_manifest_without_its_target_is_damaged(store: CaptureStore, lost: str) -> None:
+    manifest = store.manifest
+    del (manifest if lost == "target" else manifest["target"])[lost]
+    (store.folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(StoreError, match=rf"manifest.json is damaged \(KeyError\('{lost}'\)\): capture again"):
+        CaptureStore.open(store.folder)
 
 
 def test_a_killed_run_gives_its_folder_back(tmp_path: Path) -> None:
@@ -342,9 +360,9 @@ def test_a_killed_run_gives_its_folder_back(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", script, tmp_path / ".lock"], stdout=subprocess.PIPE) as other:
         assert other.stdout and other.stdout.readline() == b"held\n"
         with pytest.raises(StoreError, match="written by another run"):
-            StoreWriter(tmp_path, {}, SITES)
+            StoreWriter(tmp_path, DESCRIBED, SITES)
         other.send_signal(signal.SIGKILL)
-    StoreWriter(tmp_path, {}, SITES).close()
+    StoreWriter(tmp_path, DESCRIBED, SITES).close()
 
 
 # -- space and broken states ------------------------------------------------------------------------
@@ -368,7 +386,7 @@ def test_broken_states_are_named_and_too_many_refused(tmp_path: Path) -> None:
     rows, states = shard(0)
     states[SITES[0]][1, 3] = float("nan")
     states[SITES[1]][1, :2] = float("inf")
-    with StoreWriter(tmp_path, {}, SITES, max_nonfinite=0.2) as writer:
+    with StoreWriter(tmp_path, DESCRIBED, SITES, max_nonfinite=0.2) as writer:
         writer.write(rows, states)
         assert writer.manifest["shards"][0]["nonfinite"] == 3
         assert writer.manifest["shards"][0]["nonfinite_rows"] == {"0": 1}
@@ -381,7 +399,7 @@ def test_broken_states_are_named_and_too_many_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_keeps_the_shards_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with StoreWriter(tmp_path, {}, SITES) as writer:
+    with StoreWriter(tmp_path, DESCRIBED, SITES) as writer:
         writer.write(*shard(0))
 
         def full(*parts: object) -> str:

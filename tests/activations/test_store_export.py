@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from activations import store as store_module
 from activations.capture import CaptureConfig, capture
 from activations.corpus import Prompt
-from activations.export import export
+from activations.export import export, needed_sites
 from activations.store import CaptureStore, StoreError
 from activations.target import Target
 
@@ -136,3 +136,9 @@ def test_what_cannot_be_exported(
     with pytest.raises(StoreError, match="GiB free"):
         export(store, tmp_path / "x", "speculators")
     assert not (tmp_path / "x").exists()
+
+
+def test_of_all_that_is_missing_whole_texts_come_first(store: CaptureStore) -> None:
+    manifest = {**store.manifest, "selection": "anchors", "target": {**store.manifest["target"], "blocks": 2}}
+    with pytest.raises(StoreError, match="does not hold whole texts: make a store with"):
+        needed_sites(CaptureStore(store.folder, manifest))

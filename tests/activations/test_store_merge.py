@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from activations import merge as merge_module
 from activations.capture import CaptureConfig, capture
 from activations.corpus import Prompt
 from activations.merge import merge
-from activations.store import CaptureStore, StoreError, shard_files
+from activations.store import NONE, TARGET, CaptureStore, StoreError, shard_files
 from activations.target import Target
 
 CONFIG = CaptureConfig(sites=("resid_post.2",), max_new_tokens=12, batch=2)
@@ -84,9 +85,9 @@ def test_broken_states_keep_their_documents(parts: list[CaptureStore], tmp_path:
     ("values", "says"),
     [
         ({"dtype": "float16"}, 'differ in dtype \\("float32" and "float16"\\)'),
-        ({"sites": ["resid_post.1"]}, "differ in sites"),
-        ({"target": {"width": 1}}, "differ in target"),
-        ({"config": {"labels": {}}}, "differ in config.sites"),
+        ({"sites": ["resid_post.1"]}, r"sites \(only the first has resid_post.2, only the second has resid_post.1\)"),
+        ({"target": {**dict.fromkeys(TARGET, 1)}}, r'differ in target.architecture \("\w+" and 1\), target.width'),
+        ({"config": {"labels": {}}}, r"differ in config.sites \(.* and none\)"),
         ({"selection": "all"}, "differ in selection"),
     ],
 )
@@ -109,6 +110,80 @@ def test_what_cannot_be_merged(parts: list[CaptureStore], tmp_path: Path, small_
     made = merge([one, two], tmp_path / "m")
     with pytest.raises(StoreError, match="prompts differ"):  # a merged store is no capture's
         capture(small_target(), prompts(TEXTS[0]), made.folder, CONFIG)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_merged_store_and_one_of_its_parts_are_not_merged(
+    parts: list[CaptureStore], tmp_path: Path, small_target: Callable[..., Target], nested: bool
+) -> None:
+    """Found by the prompts and the seed, even where the part was captured again in other shards."""
+    folders = [p.folder for p in parts]
+    made = merge(folders, tmp_path / "m").folder
+    if nested:
+        other = capture(small_target(), prompts(("EFGEFG",)), tmp_path / "other", CONFIG).folder
+        made = merge([other, made], tmp_path / "mm").folder
+        merged = CaptureStore.open(made).manifest["merged"]
+        assert [(m["first_document"], m["documents"]) for m in merged] == [(0, 1), (1, 3), (4, 2)]
+    again = capture(small_target(), prompts(TEXTS[0]), tmp_path / "again", replace(CONFIG, batch=3)).folder
+    for part in (*folders, again):
+        for pair in ([made, part], [part, made]):
+            with pytest.raises(StoreError, match="hold the same prompts"):
+                merge(pair, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_stores_that_do_not_say_their_prompts_are_told_by_their_shards(
+    parts: list[CaptureStore], tmp_path: Path
+) -> None:
+    quiet = [edited(p, tmp_path / f"{n}", prompts=None) for n, p in enumerate(parts)]
+    made = merge(quiet, tmp_path / "m").folder
+    with pytest.raises(StoreError, match="hold the same prompts"):
+        merge([made, quiet[1]], tmp_path / "x")
+
+
+def spoil(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-20] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "damage", "linked"),
+    [
+        ("rows", spoil, True),
+        ("rows", Path.unlink, True),
+        ("states", Path.unlink, True),
+        ("states", lambda file: os.truncate(file, 100), True),
+        ("states", spoil, False),
+    ],
+)
+def test_damage_is_named_and_not_covered_up(
+    parts: list[CaptureStore],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    damage: Callable[[Path], object],
+    linked: bool,
+    number: int,
+) -> None:
+    copied = Path(shutil.copytree(parts[1].folder, tmp_path / "copied"))
+    file = shard_files(copied, number)[name]
+    damage(file)
+    if not linked:
+        monkeypatch.setattr(merge_module.os, "link", lambda *files: os.unlink("/dev/null/none"))
+    with pytest.raises(StoreError, match=rf"{file} is missing, or not as it was written: delete this file"):
+        merge([parts[0].folder, copied], tmp_path / "m")
+    assert not (tmp_path / "m" / "manifest.json").exists()
+
+
+def test_a_shard_that_is_to_be_written_again_is_not_merged(parts: list[CaptureStore], tmp_path: Path) -> None:
+    shards = [
+        {**s, "rows": 0, "documents": [], "checksums": dict.fromkeys(s["checksums"], NONE)} for s in parts[1].shards
+    ]
+    other = edited(parts[1], tmp_path / "b", shards=[shards[0], parts[1].shards[1]])
+    with pytest.raises(StoreError, match=r"00000.parquet is missing, or not as it was written"):
+        merge([parts[0].folder, other], tmp_path / "m")
 
 
 def test_a_merge_that_was_cut_can_be_made_again(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from small import ROOT, maker
@@ -17,9 +18,10 @@ from decoding.modes import ModeSettings
 from probes.result import TrainResult
 from probes.train import TrainConfig, train
 
-KAPPA = 3
+KAPPA = 2
 KINDS = ("repeat", "set", "two")
-"""Copying is right, wrong behind every key, and right for one of two lines."""
+"""Asked to repeat a text, a table with other values, and one of two lines that begin alike. It copies whatever it is
+asked; but not always from the place where its last words stood last."""
 SETTINGS = ModeSettings(kappa=KAPPA, neural="none")
 
 
@@ -55,29 +57,32 @@ def store(target: Target, tmp_path_factory: pytest.TempPathFactory) -> CaptureSt
 
 @pytest.fixture(scope="module")
 def trained(store: CaptureStore) -> TrainResult:
-    return train(store, TrainConfig(label="follow", match=KAPPA, l2=(1e-4, 1e-3, 1e-2), resamples=200))
+    return train(store, TrainConfig(label="follow", match=KAPPA, l2=(1e-3, 1e-2), resamples=200))
 
 
 def test_the_probe_knows_what_the_match_does_not(trained: TrainResult) -> None:
     best = trained.evaluations["best"]["match"]
-    assert best.rows > 300 and 0.02 < 1 - best.base_rate.estimate < 0.6
-    assert best.roc_auc.estimate > 0.85
+    assert best.rows > 1000 and 0.01 < 1 - best.base_rate.estimate < 0.2
+    assert best.roc_auc.lower > 0.7
+    assert trained.evaluations["match length"]["match"].roc_auc.estimate < 0.65
     for baseline in ("match length", "surface, logistic"):
         assert trained.behind[baseline]["match"].lower > 0.05, baseline
 
 
-def test_the_gate_avoids_empty_copies_and_keeps_the_others(target: Target, trained: TrainResult) -> None:
+def test_the_gate_copies_where_the_probe_is_sure_enough(target: Target, trained: TrainResult) -> None:
     prompts = [p.messages for p in tasks(12, 1)]
-    decoder = Decoder(target, probe=trained.probes["best"], settings=SETTINGS)
-    alone = decoder.generate(prompts, mode="ar", max_new_tokens=128)
-    empty, kept = {}, {}
-    for gate in ("match", "probe"):
-        found = decoder.generate(prompts, mode="switchsd", gate=gate, max_new_tokens=128)
-        assert [g.tokens for g in found] == [g.tokens for g in alone]
-        copies = [r for r in decoder.trace if r.copies]
-        empty[gate] = sum(not r.accepted for r in copies)
-        kept[gate] = sum(len(r.accepted) for r in copies)
-    assert empty["match"] >= 30
-    assert empty["probe"] < 0.6 * empty["match"]
-    assert kept["probe"] > 0.85 * kept["match"]
-    assert sum(g.steps for g in found) < 0.5 * sum(len(g.tokens) for g in alone)
+    always = Decoder(target, probe=trained.probes["best"], settings=replace(SETTINGS, tau=0.0))
+    alone = always.generate(prompts, mode="ar", max_new_tokens=96)
+    found = always.generate(prompts, mode="switchsd", max_new_tokens=96)
+    assert [g.tokens for g in found] == [g.tokens for g in alone]
+    assert sum(g.steps for g in found) < 0.3 * sum(len(g.tokens) for g in alone)
+    intents = sorted(r.intent for r in always.trace if r.copies and r.intent is not None)
+    assert len(intents) > 100
+
+    tau = intents[len(intents) // 2]
+    gated = Decoder(target, probe=trained.probes["best"], settings=replace(SETTINGS, tau=tau))
+    again = gated.generate(prompts, mode="switchsd", max_new_tokens=96)
+    assert [g.tokens for g in again] == [g.tokens for g in alone]
+    asked = [r for r in gated.trace if r.match_length >= KAPPA and r.intent is not None]
+    assert all(bool(r.copies) == (r.intent >= tau) for r in asked)
+    assert 0.2 < sum(bool(r.copies) for r in asked) / len(asked) < 0.8

@@ -130,6 +130,9 @@ def test_prompts_that_are_no_text(run: Run, tiny_folder: Path, monkeypatch: pyte
         ("capture store --max-new-tokens 0", "max_new_tokens is 0"),
         ("capture store --temperature nan", "temperature is nan"),
         ("capture store --limit -1", "--limit is -1"),
+        ("capture store --split test", "unknown split 'test': use train or validation, or leave --split out for both"),
+        ("capture store --prompts=", "--prompts is empty: name a source, or leave it out"),
+        ("sites {file}", "{file} is a file: name the folder"),
         ("capture {file}", "{file} is there and is no folder"),
         ("capture {file}/below", "{file} is there and is no folder"),
         ("write store --tokens 0", "tokens is 0"),
@@ -222,7 +225,9 @@ def test_a_damaged_shard_is_found_and_made_again(
 
 
 @pytest.mark.parametrize(
-    "values", [{"shards": 5}, {"shards": [{}]}, {"sites": None}, {"shards": None}], ids=lambda v: json.dumps(v)
+    "values",
+    [{"target": None}, {"shards": 5}, {"shards": [{}]}, {"sites": None}, {"shards": None}],
+    ids=lambda v: json.dumps(v),
 )
 def test_a_damaged_manifest(run: Run, store: Path, tmp_path: Path, values: dict[str, object]) -> None:
     copied = Path(shutil.copytree(store, tmp_path / "store"))

@@ -7,10 +7,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from activations import store as store_module
-from activations.store import CaptureStore, StoreWriter
+from activations.store import CaptureStore, StoreWriter, write_json
 from switchsd.cli import FAILURE, OK, USAGE, main
 
 Run = Callable[..., tuple[int, str, str]]
@@ -81,6 +82,52 @@ def test_info_says_what_is_there(run: Run, store: Path) -> None:
         assert text in out
 
 
+def test_info_counts_only_shards_that_count(run: Run, store: Path, tmp_path: Path) -> None:
+    """A capture that goes on after a file was lost marks its shard, and may be stopped before it is there again."""
+    copied = Path(shutil.copytree(store, tmp_path / "store"))
+    (copied / "states" / "00000.safetensors").unlink()
+    manifest = json.loads((copied / "manifest.json").read_text())
+    with StoreWriter(copied, manifest, manifest["sites"]) as writer:
+        write_json(copied / "manifest.json", writer.manifest)
+    found = json.loads(run("captures", "info", copied, "--json")[1])
+    rows = manifest["shards"][1]["rows"]
+    assert (found["documents"], found["rows"]) == (2, rows)
+    assert found["labels"]["match"]["known"] == rows == sum(f["rows"] for f in found["families"].values())
+
+
+def test_info_shows_causal_shares(run: Run, root: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    """By the loss of which the store's own manifest says that it counts."""
+    asked = options(root, tiny_folder, "--sites", "embed", "--kappa", "1", "--causal")
+    assert run("capture", tmp_path / "s", *asked)[0] == OK
+    made = CaptureStore.open(tmp_path / "s")
+    rows = made.rows()
+    delta = made.manifest["config"]["removal"]["causal_delta"] = float(np.nanmedian(rows["causal_mask"]))
+    write_json(tmp_path / "s" / "manifest.json", made.manifest)
+    labels = json.loads(run("captures", "info", tmp_path / "s", "--json")[1])["labels"]
+    for name in ("causal_mask", "causal_replace", "causal_control"):
+        drops = rows[name][~np.isnan(rows[name])]
+        assert labels[name] == {"share": pytest.approx(float((drops > delta).mean())), "known": len(drops)}
+    assert 0 < labels["causal_mask"]["share"] < 1
+
+
+def test_names_are_shown_as_they_are(run: Run, store: Path, root: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    """Brackets would be markup, and colons emoji."""
+    odd = tmp_path / "[red]a[" / "b:cat:"
+    shutil.copytree(store, odd)
+    for command in ("info", "verify"):
+        assert f"{odd}: " in run("captures", command, odd)[1]
+    target = Path(shutil.copytree(tiny_folder, tmp_path / "[t]:cat:"))
+    code, out, err = run("capture", odd, *options(root, target, "--sites", "embed"))
+    assert (code, f"{odd}: 4 documents" in out, f"train probe {odd}" in out) == (OK, True, True), err
+    code, out, err = run("sites", target)
+    assert (code, f"{target}: Llama" in out) == (OK, True), err
+
+
+def test_other_settings_are_named_with_both_values(run: Run, store: Path, root: Path, tiny_folder: Path) -> None:
+    code, _, err = run("capture", store, *options(root, tiny_folder, "--sites", "embed", "--seed", "3", "--kappa", "2"))
+    assert (code, "config.labels.kappa (5 and 2), config.seed (0 and 3) differ" in err) == (FAILURE, True), err
+
+
 def test_info_names_documents_with_broken_states(run: Run, store: Path, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(store, tmp_path / "store"))
     manifest = json.loads((copied / "manifest.json").read_text())
@@ -99,7 +146,7 @@ def test_verify_names_every_damaged_file(run: Run, store: Path, tmp_path: Path) 
     code, out, err = run("captures", "verify", copied)
     assert (code, out) == (FAILURE, "")
     assert all(f"{file} is missing, or not as it was written" in err for file in damaged)
-    assert "2 of 2 shards are damaged" in err
+    assert "(damaged: 2 of 2 shards)" in err
     code, out, _ = run("captures", "verify", copied, "--json")
     assert (code, len(json.loads(out)["damages"])) == (FAILURE, 2)
 
@@ -123,6 +170,7 @@ def test_export(run: Run, whole: Path, store: Path, tmp_path: Path) -> None:
         assert code == OK, err
         assert json.loads(out)["documents"] == 4
         assert len(list((tmp_path / name).rglob(pattern))) == 4
+        assert "examples" not in err, "a progress bar of another library"
     code, _, err = run("captures", "export", store, tmp_path / "x", "--format", "speculators")
     assert (code, "does not hold whole texts" in err) == (FAILURE, True)
     assert run("captures", "export", whole, tmp_path / "x", "--format", "zip")[0] == USAGE
@@ -175,6 +223,16 @@ def test_prompts_that_cannot_be_read_are_left_out_if_asked(run: Run, tiny_folder
     assert (code, "p.jsonl:2: not JSON" in err) == (USAGE, True)
     code, out, err = run("capture", tmp_path / "s", *arguments, "--skip-bad", "--json")
     assert (code, json.loads(out)["documents"]) == (OK, 2)
-    assert "1 prompts are left out" in err and "p.jsonl:2: not JSON" in err
+    assert "left out: 1 prompt:" in err and "p.jsonl:2: not JSON" in err
+    (tmp_path / "p.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": text}) for text in ("abc", "x" * 5000, "y" * 5000))
+    )
+    code, out, err = run("capture", tmp_path / "long", *arguments, "--skip-bad", "--json")
+    assert (code, json.loads(out)["documents"]) == (OK, 1), err
+    assert "left out: 2 prompts: prompt p-2: the prompt has 50" in err and "prompt p-3" in err
+    assert "1 prompt; the store takes" in err
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "x" * 5000}))
+    code, _, err = run("capture", tmp_path / "none", *arguments, "--skip-bad")
+    assert (code, "no prompt is left" in err, "prompt p-1: the prompt" in err) == (USAGE, True, True), err
     code, _, err = run("capture", tmp_path / "t", "--skip-bad")
     assert (code, "are about --prompts" in err) == (USAGE, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,11 @@ def test_options_of_a_cluster_are_refused_without_one(tmp_path: Path, capsys: py
     assert "actor_cpus is 1.5" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(HAS_RAY, reason="ray is installed")
-def test_without_ray_it_is_said_how_to_get_it(
-    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_without_ray_it_is_said_how_to_get_it_before_the_target_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = ["capture", str(tmp_path / "s"), "--target", str(tiny_folder), "--engine", "ray", *OPTIONS]
+    monkeypatch.setitem(sys.modules, "ray", None)
+    asked = ["capture", str(tmp_path / "s"), "--target", "nowhere", "--engine", "ray", *OPTIONS]
     assert main(asked) == FAILURE
     error = capsys.readouterr().err
     assert "pip install 'switchsd[ray]'" in error and "SWITCHSD_DEBUG" not in error

@@ -63,3 +63,14 @@ def test_a_family_that_transformer_lens_does_not_know(
     code, _, error = run(capsys, str(tmp_path / "helium"))
     assert code == USAGE
     assert "TransformerLens" in error and "cannot wrap" in error and "HeliumForCausalLM" in error
+
+
+def test_nothing_differs(
+    capsys: pytest.CaptureFixture[str], tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from activations import lens
+
+    same = lens.Difference(0.0, 0.0, True)
+    monkeypatch.setattr(lens, "parity", lambda target, texts: [lens.Parity("resid_pre.0", 3, same, same, "equal")])
+    code, text, _ = run(capsys, str(tiny_folder))
+    assert (code, "all 1 sites are equal bit for bit" in text, "the others differ" in text) == (OK, True, False)
