@@ -66,7 +66,8 @@ def test_the_probe_knows_what_the_match_does_not(trained: TrainResult) -> None:
     assert best.roc_auc.lower > 0.7
     assert trained.evaluations["match length"]["match"].roc_auc.estimate < 0.65
     for baseline in ("match length", "surface, logistic"):
-        assert trained.behind[baseline]["match"].lower > 0.05, baseline
+        behind = trained.report.findings.differences[baseline]["match"]["roc_auc"]
+        assert behind.lower > 0.05, baseline
 
 
 def test_the_gate_copies_where_the_probe_is_sure_enough(target: Target, trained: TrainResult) -> None:
