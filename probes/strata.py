@@ -27,6 +27,8 @@ LOOP_DISTANCE = 64
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
 """Positions at which a stratum of context lengths begins."""
 RESAMPLES = 300
+DRAFTED = 10
+"""Tokens that a copy drafter drafts at once."""
 TOKEN_CLASSES = ("word", "number", "punctuation", "whitespace", "special")
 
 
@@ -35,7 +37,7 @@ class Stratum:
     """One kind of test rows."""
 
     by: str
-    """What the rows are told apart by: match_length, family, source, loop, context or token_class."""
+    """What the rows are told apart by: match_length, family, source, loop, context, asked or token_class."""
     value: str
     """Which kind this is."""
     rows: int
@@ -63,7 +65,22 @@ def loops(rows: Rows) -> NDArray[np.bool_]:
     return found
 
 
-def kinds(rows: Rows) -> dict[str, NDArray[np.str_]]:
+def asked(rows: Rows, match: int) -> NDArray[np.bool_]:
+    """Rows [rows] at which a decoder would ask, were every match of at least `match` tokens copied: the others lie
+    inside a copy that was drafted before and kept. A text's rows stand together, in order."""
+    found = np.zeros(len(rows["position"]), dtype=bool)
+    document, due = None, 0
+    columns = ("document", "position", "match_length", "accepted")
+    for row, (number, position, length, accepted) in enumerate(zip(*(rows[c].tolist() for c in columns), strict=True)):
+        if number != document:
+            document, due = number, position
+        if position >= due:
+            found[row] = True
+            due = position + 1 + (min(accepted, DRAFTED) if length >= match else 0)
+    return found
+
+
+def kinds(rows: Rows, match: int) -> dict[str, NDArray[np.str_]]:
     """For each way to tell rows apart, the kind of each row [rows]."""
     length, source = rows["match_length"], rows["source"].astype(str)
     found = {
@@ -72,6 +89,7 @@ def kinds(rows: Rows) -> dict[str, NDArray[np.str_]]:
         "source": np.where(length > 0, np.where(source == "", "unknown", source), "none"),
         "loop": np.where(length == 0, "no match", np.where(loops(rows), "loop", "no loop")),
         "context": _buckets(rows["position"] + 1, CONTEXTS, f"1 to {CONTEXTS[0] - 1}"),
+        "asked": np.where(asked(rows, match), "where a decoder asks", "inside a copy"),
     }
     if "pending_class" in rows:
         found["token_class"] = rows["pending_class"].astype(str)
@@ -81,7 +99,7 @@ def kinds(rows: Rows) -> dict[str, NDArray[np.str_]]:
 def strata(task: Task, score: NDArray[np.floating], baseline: NDArray[np.floating] | None) -> dict[str, list[Stratum]]:
     """Of each scope of the test rows, every kind of row with both classes and the others with their base rate."""
     found: dict[str, list[Stratum]] = {}
-    told = kinds(task.rows)
+    told = kinds(task.rows, task.asked.match)
     for scope, where in task.tests.items():
         found[scope] = []
         for by, values in told.items():

@@ -64,7 +64,8 @@ def test_the_report_holds_all_that_is_plotted(trained: TrainResult, folder: Path
     assert {c["method"] for c in report["calibration"]} == {"as saved", "none", "sigmoid", "isotonic", "temperature"}
     saved = {c["method"]: c["brier"] for c in report["calibration"] if c["probe"] == "best"}
     assert saved["sigmoid"]["estimate"] == pytest.approx(saved["as saved"]["estimate"], abs=1e-5)
-    assert {s["by"] for s in report["strata"]["match"]} == {"match_length", "family", "source", "loop", "context"}
+    ways = {"match_length", "family", "source", "loop", "context", "asked"}
+    assert {s["by"] for s in report["strata"]["match"]} == ways
     assert {(c["by"], c["train"]) for c in report["transfer"]} >= {("family", "code"), ("family", "all others")}
     assert {s["label"] for s in report["sites"]} == {"follow_3", "span_0"}
     assert len(report["controls"]) == 9

@@ -4,27 +4,52 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
-from probes.strata import LOOP_DISTANCE, kinds, loops, skipped, strata
+from probes.strata import DRAFTED, LOOP_DISTANCE, asked, kinds, loops, skipped, strata
 from probes.task import LabelOf, task_of
 
 
 def test_every_row_is_of_one_kind_each_way(fake_store: Any) -> None:
     rows = fake_store().rows()
     rows["match_length"][:9] = [0, 1, 2, 3, 5, 7, 8, 31, 32]
-    found = kinds(rows)
+    found = kinds(rows, 5)
     assert found["match_length"][:9].tolist() == [
         "none", "1 to 2", "1 to 2", "3 to 4", "5", "6 to 7", "8 to 11", "16 to 31", "32 and more",
     ]  # fmt: skip
-    assert set(found) == {"match_length", "family", "source", "loop", "context"}
+    assert set(found) == {"match_length", "family", "source", "loop", "context", "asked"}
     for values in found.values():
         assert len(values) == len(rows["document"])
     where = (rows["source"] == "output") & (rows["distance"] <= LOOP_DISTANCE)
     np.testing.assert_array_equal(loops(rows), where)
     assert set(found["loop"][where & (rows["match_length"] > 0)]) == {"loop"}
     rows["pending_class"] = np.where(rows["position"] % 2, "word", "number")
-    assert set(kinds(rows)["token_class"]) == {"word", "number"} and skipped(rows) == []
+    assert set(kinds(rows, 5)["token_class"]) == {"word", "number"} and skipped(rows) == []
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 6), st.integers(0, 14)), min_size=1, max_size=30), min_size=1, max_size=3
+    ),
+    st.integers(1, 5),
+)
+def test_a_decoder_asks_where_the_last_copy_has_ended(texts: list[list[tuple[int, int]]], match: int) -> None:
+    rows = {
+        "document": np.repeat(np.arange(len(texts)), [len(text) for text in texts]),
+        "position": np.concatenate([7 + np.arange(len(text)) for text in texts]),
+        "match_length": np.array([length for text in texts for length, _ in text]),
+        "accepted": np.array([accepted for text in texts for _, accepted in text]),
+    }
+    wanted = []
+    for text in texts:  # as the decoder goes: a step writes what it accepts and one token more
+        asks, at = [False] * len(text), 0
+        while at < len(text):
+            asks[at] = True
+            at += 1 + (min(text[at][1], DRAFTED) if text[at][0] >= match else 0)
+        wanted += asks
+    assert asked(rows, match).tolist() == wanted
 
 
 def test_strata_are_the_subsets_and_cover_the_scope(fake_store: Any) -> None:
