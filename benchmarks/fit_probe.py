@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from activations.store import CaptureStore, StoreWriter
+from activations.target import Fingerprint
 from probes.linear import LinearProbe
 
 WIDTH = 576
@@ -136,7 +137,8 @@ def write_store(folder: Path, gib: float, width: int, shard_rows: int) -> tuple[
     """A store of one site in bfloat16; its rows and labels."""
     maker, labels = Maker(width), []
     shards = max(1, round(gib * 2**30 / (2 * width * shard_rows)))
-    with StoreWriter(folder, {"config": {}}, ["resid_mid.0"]) as writer:
+    target = Fingerprint("none", width, 1, "none", "none").to_dict()
+    with StoreWriter(folder, {"target": target, "config": {}}, ["resid_mid.0"]) as writer:
         for number in range(shards):
             x, y = maker.rows(shard_rows, number)
             document = np.arange(shard_rows) // 100 + number * shard_rows

@@ -154,7 +154,7 @@ def test_columns_with_settings_of_their_own(decoder: Decoder, tmp_path: Path) ->
         """A probe that says yes at every other position, roughly."""
 
         class config:
-            site, threshold, kappa = "resid_mid.1", 0.5, 5
+            sites, threshold, kappa = ("resid_mid.1",), 0.5, 5
 
             @staticmethod
             def to_dict() -> dict:

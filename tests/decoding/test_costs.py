@@ -53,7 +53,9 @@ def test_round_trip_and_broken_files(tmp_path: Path) -> None:
 
 def test_measure_fills_every_point(small_target, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     target = small_target("llama")
-    probe = SimpleNamespace(config=None, score=lambda state: torch.sigmoid(state.sum(-1)))
+    probe = SimpleNamespace(
+        config=SimpleNamespace(sites=("resid_mid.1",)), score=lambda state: torch.sigmoid(state.sum(-1))
+    )
     found = costs.measure(target, CopyDrafter(), probe, budget_seconds=0.2)  # type: ignore[arg-type]
     assert found.contexts == [64] and found.widths == [w for w in costs.WIDTHS if w + 64 <= target.max_length]
     assert all(ms > 0 for row in found.verify_ms for ms in row)

@@ -30,9 +30,9 @@ def test_it_can_be_read(target: Target) -> None:
     assert target.config.layer_types == (["sliding_attention"] * 5 + ["full_attention"]) * 3
     target.check_structure()
     check_tree_forward(target)
-    ids = target.encode("The capital of France is")
+    ids = target.encode("Monday, Tuesday, Wednesday, Thursday,")
     assert ids[0] == target.tokenizer.bos_token_id
-    assert "Paris" in target.decode(greedy(target.model, ids, 8))
+    assert target.decode(greedy(target.model, ids, 1)).strip() == "Friday"
 
 
 def test_every_mode_writes_its_own_text_above_the_window(target: Target) -> None:

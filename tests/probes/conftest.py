@@ -90,7 +90,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., CaptureSto
         folder: Path = tmp_path_factory.mktemp("store")
         count = len(next(iter(states.values())))
         columns = {"document": np.arange(count) // 10, **columns}
-        with StoreWriter(folder, {"config": {}}, list(states)) as writer:
+        with StoreWriter(folder, {"target": TARGET.to_dict(), "config": {}}, list(states)) as writer:
             for start in range(0, count, shard):
                 rows = slice(start, start + shard)
                 writer.write(
