@@ -299,6 +299,7 @@ def read_document(
     else:
         rows = follow_rows(ids, start, config.labels, completion.stopped, _template_ids(target))
         rows.update(_last_step(target.logits(hidden).float(), ids, rows))
+        rows["pending_class"] = np.array([token_class(target, token) for token in rows["pending"].tolist()])
         rows["document"] = np.full(len(rows["position"]), completion.request.number, dtype=np.int64)
     read = {str(site): state[0] for site, state in reader.states.items()}
     states = {name: read[name][first:].cpu() for name in sites if name in read}
@@ -351,6 +352,17 @@ def _last_step(logits: torch.Tensor, ids: Sequence[int], rows: Mapping[str, np.n
         "margin": (top[:, 0] - top[:, 1]).cpu().numpy(),
         "next_logprob": next_logprob,
     }
+
+
+def token_class(target: Target, token: int) -> str:
+    """word, number, punctuation (with all other signs), whitespace or special: what a token's text is."""
+    if token in target.tokenizer.all_special_ids:
+        return "special"
+    text = target.decode([token], skip_special_tokens=False)
+    for name, is_one in (("word", str.isalpha), ("number", str.isdigit)):
+        if any(map(is_one, text)):
+            return name
+    return "punctuation" if text.strip() else "whitespace"
 
 
 def _template_ids(target: Target) -> frozenset[int]:

@@ -13,7 +13,7 @@ import torch
 
 from activations import capture as capture_module
 from activations import store as store_module
-from activations.capture import CaptureConfig, capture, estimate_bytes, suitable
+from activations.capture import CaptureConfig, capture, estimate_bytes, suitable, token_class
 from activations.causal import CausalConfig, causal_drops, document_matches
 from activations.corpus import Prompt, Skipped
 from activations.generation import Request, complete
@@ -369,3 +369,12 @@ def test_prompts_that_the_target_cannot_take_are_told(small_target: Callable[...
     assert [p.id for p in suitable(target, texts, skipped)] == ["p0", "p3"]
     assert skipped.count == 2
     assert skipped.first[0].startswith("prompt p1: the prompt has") and "p2: the prompt is empty" in skipped.first[1]
+
+
+def test_the_class_of_the_pending_token_is_kept(small_target: Callable[..., Target], store: CaptureStore) -> None:
+    target, rows = small_target("llama"), store.rows()
+    for token, found in zip(rows["pending"].tolist(), rows["pending_class"].tolist(), strict=True):
+        assert found == token_class(target, token)
+    said = {text: token_class(target, target.tokenizer.convert_tokens_to_ids(text)) for text in ("A", "1", ";")}
+    assert said == {"A": "word", "1": "number", ";": "punctuation"}
+    assert {token_class(target, token) for token in target.tokenizer.all_special_ids} <= {"special"}
