@@ -22,7 +22,7 @@ from probes.rows import HeldStates, StateSource
 
 ROUND = 20
 """L-BFGS steps between two looks at the Hessian."""
-SPACED_ROWS = 8192
+SPACED_ROWS = 16384
 """Most evenly spaced rows, or twice the width: the start and the Hessian only need to be about right, and with several
 sites the Hessian of more rows would cost more than all passes."""
 POLISH = 8
