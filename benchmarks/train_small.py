@@ -1,7 +1,7 @@
 """Make the small model that the tests run: a Qwen3 of a few million parameters that really copies.
 
     python -m benchmarks.train_small                      # writes activations/weights/small-qwen3
-    python -m benchmarks.train_small --steps 20 --out /tmp/small --run /tmp/run
+    python -m benchmarks.train_small --steps 300 --out runs/small --run runs/small-state
 
 Its text: the sources of Python's standard library with their docstrings (PSF licence), the train part of the
 embedded prompts, tasks of `small_tasks.py`, and runs of random tokens that come again. What cannot be known (the

@@ -19,10 +19,9 @@ from probes.artifact import JOIN
 from probes.linear import LinearProbe
 from probes.reading import logits_at, states_at
 from probes.rows import Rows, Store
-from probes.task import Floats, Task, cross_fit
+from probes.task import LOGITS, Floats, Task, cross_fit
 
 SURFACE = ("matched", "match_length", "occurrences", "distance", "agreement", "from_prompt")
-LOGITS = ("max_prob", "entropy", "margin")
 BASE_RATE = "base rate"
 LENGTH = "match length"
 LEAK = "leak check"

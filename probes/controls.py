@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from probes.baselines import LEAK, LOGITS, surface_features
+from probes.baselines import LEAK, surface_features
 from probes.evaluation import Evaluation, Interval, auc_difference
 from probes.reading import states_at
 from probes.rows import Store
 from probes.sweep import Recipe
-from probes.task import Floats, Fold, Task
+from probes.task import LOGITS, Floats, Fold, Task
 
 KEYS = {"candidate": "candidate's first token", "pending": "pending token", "token": "anchor's own token"}
 """Columns of token ids that a control task may be keyed on, and what they hold."""

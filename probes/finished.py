@@ -18,13 +18,27 @@ from probes.artifact import ChoiceError, Probe, ProbeConfig, ProbeError
 from probes.joined import Joined, joined_task
 from probes.reading import logits_at, sites_of
 from probes.result import JSON_FILE, Report
-from probes.rows import Split, Store, manifest_hash
+from probes.rows import Split, Store, check_classes, group_keys, manifest_hash
 from probes.study import BEST, StudyConfig, Subject, study
 from probes.sweep import Recipe
-from probes.task import LabelOf, Task, check_rows, measured_task, task_of, unfitted_task
+from probes.task import (
+    NONE_LEFT,
+    LabelOf,
+    Task,
+    check_match,
+    check_rows,
+    measured_task,
+    task_of,
+    unfitted_task,
+    was_seen,
+)
 from probes.thresholds import ThresholdConfig
 
 Say = Callable[[str], None]
+UNKNOWN_SEEN = (
+    "which documents fitted the probe is not written down: where the store holds some of them, the numbers are too "
+    "good; name the store that fitted it (--fitted), or measure on other prompts"
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +69,8 @@ class Run:
     """Of the split."""
     seed: int
     """Of the split."""
+    groups_seen: frozenset[str] | None = None
+    """Keys of the groups that fitted or selected; None where nobody wrote them down."""
 
 
 def load_run(name: str) -> Run:
@@ -62,14 +78,17 @@ def load_run(name: str) -> Run:
     root = Path(name)
     told: dict[str, Any] = {}
     if (root / JSON_FILE).is_file() or (root / BEST / "config.json").is_file():
-        folders = sorted(file.parent for file in root.glob("*/config.json"))
-        probes = {folder.name: Probe.from_pretrained(folder) for folder in folders}
-        if BEST not in probes:
+        if not (root / BEST / "config.json").is_file():
             raise ProbeError(f"{root} has no probe named {BEST}: train again, or name one probe's folder")
         told = _told(root)
+        folders = sorted(file.parent for file in root.glob("*/config.json"))
+        if told:  # others are of an earlier run
+            folders = [folder for folder in folders if folder.name in {BEST, *told["probes"]}]
+        probes = {folder.name: Probe.from_pretrained(folder) for folder in folders}
     else:
         probes = {BEST: Probe.from_pretrained(name)}
-        told = _told(root.parent) if root.is_dir() else {}
+        beside = _told(root.parent) if root.is_dir() else {}
+        told = beside if root.resolve().name in beside.get("probes", {}) else {}
     settings = told.get("config", {})
     recipes = {}
     for key, probe in probes.items():
@@ -80,7 +99,11 @@ def load_run(name: str) -> Run:
         seed = int(config.provenance.get("seed") or 0)
         recipes[key] = Recipe(config.site, entry.get("estimator", config.kind), l2, settings.get("bias", True), seed)
     seed = int(settings.get("seed", recipes[BEST].seed))
-    return Run(probes, recipes, float(settings.get("selection_share", 0.2)), seed)
+    seen = told.get("split", {}).get("groups_seen")
+    if told.get("store") != probes[BEST].config.store:  # an evaluation on another store
+        seen = None
+    share = float(settings.get("selection_share", 0.2))
+    return Run(probes, recipes, share, seed, None if seen is None else frozenset(map(str, seen)))
 
 
 def _told(folder: Path) -> dict[str, Any]:
@@ -90,7 +113,11 @@ def _told(folder: Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         raise ProbeError(f"cannot read {folder / JSON_FILE} ({error}): train the probe again") from error
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict) or not all(
+        isinstance(found.get(k, {}), dict) for k in ("config", "split", "probes")
+    ):
+        raise ProbeError(f"{folder / JSON_FILE} is damaged: train the probe again")
+    return {"probes": {}, **found}
 
 
 def evaluate_probes(
@@ -105,7 +132,8 @@ def evaluate_probes(
 ) -> Report:
     """Measure a run's probes on a store, the best one in every way.
 
-    On the store that fitted them only the test part counts. On another store, with `fitted` (the store that fitted
+    On the store that fitted them only the test part counts; of another one, rows of groups that fitted them are left
+    out. On another store, with `fitted` (the store that fitted
     them), whatever is fitted here is fitted on that, so that probe and baselines know the same. Without it, baselines
     know the domain and the probe does not: on a store whose prompts have a train and a validation part they are fitted
     on the train part and the validation part counts; of any other store all rows count, cross-fitted by document.
@@ -136,20 +164,30 @@ def evaluate_probes(
     others: dict[str, tuple[Task, NDArray[np.float64]]] = {}
     if sampled is not None:
         _check_store(best, sampled, "the sampled store")
-        seen = np.unique(task.rows["group"][task.split.part != "test"].astype(str))
+        _check_sampled(sampled)
+        seen = {*group_keys(task.rows["group"][task.split.part != "test"]).tolist(), *(run.groups_seen or ())}
         other = unfitted_task(sampled, asked, seen, config.resamples, run.seed)
         others["sampled"] = other, _subject(run.probes[BEST], run.recipes[BEST], sampled, len(other.y)).score
     initial = None
     if random_init is not None:
+        _check_random(best, random_init)
         sites_of(random_init, [best.site])
         initial = random_init, task_of(random_init, asked, run.selection_share, config.resamples, run.seed)
     findings = study(task, store, subjects, config.study, say, config.threshold, initial, others)
     findings.skipped.extend(missing)
+    if store is measured and manifest_hash(store) != best.store:
+        if gone := np.unique(task.rows["group"][task.split.part == "other"].astype(str)).tolist():
+            rows = int((task.split.part == "other").sum())
+            findings.skipped.append(
+                f"{rows} rows of {len(gone)} groups of documents: these fitted the probe or chose it"
+            )
+        if run.groups_seen is None:
+            findings.warnings.append(UNKNOWN_SEEN)
     return Report(
         label={"name": asked.name, **asdict(asked)},
         target=best.target_name,
         store=manifest_hash(measured),
-        split=task.split.counts(task.rows, task.scope),
+        split=task.split.told(task.rows, task.scope),
         config=asdict(config),
         probes={
             name: {
@@ -169,19 +207,26 @@ def evaluate_probes(
 
 def _task(run: Run, store: Store, best: ProbeConfig, asked: LabelOf, config: EvaluateConfig) -> Task:
     rows = store.rows()
-    check_rows(rows)
+    check_rows(rows, asked.label)
     own = manifest_hash(store) == best.store
+    seen = run.groups_seen or ()
     parts = {s for s in rows["split"].tolist() if isinstance(s, str)}
     if not own and parts != {"train", "validation"}:
-        return measured_task(store, asked, config.study.folds, config.resamples, run.seed)
+        return measured_task(store, asked, config.study.folds, config.resamples, run.seed, seen)
     task = task_of(store, asked, run.selection_share, config.resamples, run.seed)
-    if own and task.split.counts(task.rows, task.scope) != dict(best.split):
-        raise ProbeError(
-            "the probe was fitted on this store, and which rows fitted it cannot be told: name the folder of the run "
-            f"(with its {JSON_FILE}), or another store"
-        )
-    rule = task.split.rule + ("" if own else "; the probe was fitted on another store")
-    return Task(task.asked, task.rows, task.y, Split(task.split.part, rule), task.folds, task.resamples, task.seed)
+    if own:
+        if task.split.counts(task.rows, task.scope) != dict(best.split):
+            raise ProbeError(
+                "the probe was fitted on this store, and which rows fitted it cannot be told: name the folder of the "
+                f"run (with its {JSON_FILE}), or another store"
+            )
+        return task
+    part = np.where(was_seen(rows, seen) & (task.split.part == "test"), "other", task.split.part).astype("<U9")
+    if not (part == "test").any():
+        raise ProbeError(NONE_LEFT)
+    check_classes(task.y, part, task.scope, asked.name)
+    rule = task.split.rule + "; the probe was fitted on another store"
+    return Task(task.asked, task.rows, task.y, Split(part, rule), task.folds, task.resamples, task.seed)
 
 
 def _check_store(config: ProbeConfig, store: Store, which: str) -> None:
@@ -194,11 +239,34 @@ def _check_store(config: ProbeConfig, store: Store, which: str) -> None:
             f"{which} holds states of another target than the probe's, {config.target_name} "
             f"({'; '.join(differences)}): choose a store of that target"
         )
-    captured = store.manifest.get("config", {}).get("labels", {}).get("kappa", 1)
-    if captured > config.kappa:
+    check_match(store, config.kappa, which)
+
+
+def _check_sampled(store: Store) -> None:
+    temperature = store.manifest.get("config", {}).get("temperature", 0)
+    if not temperature > 0:
         raise ChoiceError(
-            f"{which} knows suffix matches of {captured} tokens and more only, and the probe is asked from "
-            f"{config.kappa} on: capture with --kappa {config.kappa} or less"
+            f"the sampled store was captured at temperature {temperature}, which is greedy: capture with --temperature"
+        )
+
+
+def _check_random(config: ProbeConfig, store: Store) -> None:
+    """Other weights of the same shape."""
+    try:
+        there = Fingerprint(**store.manifest["target"])
+    except (KeyError, TypeError) as error:
+        raise ProbeError(f"the store of the control does not say whose states it holds ({error!r})") from error
+    for name in ("architecture", "width", "blocks"):
+        mine, theirs = getattr(config.target, name), getattr(there, name)
+        if mine != theirs:
+            raise ChoiceError(
+                f"the store of a randomly initialised target is of another shape than the probe's target ({name}: "
+                f"{mine} and {theirs}): capture it from a target of that shape"
+            )
+    if there.revision == config.target.revision:
+        raise ChoiceError(
+            f"the store of a randomly initialised target holds states of the probe's own target ({there.revision}): "
+            "capture it from random weights"
         )
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from probes.artifact import ProbeError
 from probes.rows import Split, Store, check_classes, labels_of, split_rows
-from probes.task import Fold, LabelOf, Task, check_rows, with_folds
+from probes.task import NONE_LEFT, Fold, LabelOf, Task, check_rows, with_folds
 
 
 class Joined:
@@ -43,7 +44,7 @@ def joined_task(joined: Joined, asked: LabelOf, selection_share: float, resample
     """
     rows = joined.rows()
     for store in joined.stores:
-        check_rows(store.rows())
+        check_rows(store.rows(), asked.label)
     first = {name: column[: joined.count] for name, column in rows.items()}
     own = split_rows(first, selection_share, seed).part
     others = np.full(len(rows["document"]) - joined.count, "test")
@@ -59,5 +60,7 @@ def joined_task(joined: Joined, asked: LabelOf, selection_share: float, resample
         count = len(np.unique(rows["group"][seen].astype(str)))
         rule += f", without the {count} groups that have the name of one that fitted or selected"
     task = Task(asked, rows, y, Split(part, rule), [], resamples, seed)
+    if not (part == "test").any():
+        raise ProbeError(NONE_LEFT)
     check_classes(y, part, task.scope, asked.name)
     return with_folds(task, [Fold(task.fit, part != "fit")])

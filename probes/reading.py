@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from probes.artifact import JOIN, ProbeError
-from probes.rows import BLOCK_BYTES, Store, StoredStates, check_finite, choose_sites
+from probes.rows import BLOCK_BYTES, Store, StoredStates, check_finite, choose_sites, is_site
 
 SERVING_KINDS = ("resid_post", "resid_pre")
 """Block boundaries: the only states that serving engines hand out."""
@@ -25,7 +25,7 @@ def sites_of(store: Store, patterns: Sequence[str]) -> list[str]:
         for site in one.split(JOIN):
             choose_sites(store, [site])
     plain = [p for p in patterns if JOIN not in p]
-    return [*(choose_sites(store, plain) if plain or not joined else []), *joined]
+    return [*(choose_sites(store, plain) if plain or not joined else []), *dict.fromkeys(joined)]
 
 
 def is_serving(site: str) -> bool:
@@ -42,12 +42,19 @@ def is_held(store: Store, site: str, rows: int) -> bool:
 
 
 def states_at(store: Store, site: str, rows: int) -> torch.Tensor:
-    """[rows, width] in the stored dtype. Raises ProbeError for states of another length, or that are not finite."""
+    """[rows, width] in the stored dtype. Raises ProbeError for states of another shape, or that are not finite."""
+    target = store.manifest.get("target")
+    width = target.get("width") if isinstance(target, Mapping) else None
     parts = []
     for name in site.split(JOIN):
         states = store.states(name)
         if states.ndim != 2 or len(states) != rows:
             raise ProbeError(f"the store has {rows} rows, but states of shape {list(states.shape)} at {name}")
+        if width is not None and is_site(name) and states.shape[1] != width:
+            raise ProbeError(
+                f"the store has states of width {states.shape[1]} at {name}, and its target has width {width}: "
+                "capture again"
+            )
         check_finite(states, np.arange(rows), f"at {name}")
         parts.append(states)
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

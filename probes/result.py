@@ -51,7 +51,8 @@ class Report:
     store: str
     """sha256 of the manifest of the store."""
     split: Mapping[str, Any]
-    """Groups, documents and rows of each part, and the rule."""
+    """Groups, documents and rows of each part, the rule, and as `groups_seen` 12 hex digits of sha256 for the name of
+    each group that fits or selects."""
     config: Mapping[str, Any]
     """Settings of the run."""
     probes: Mapping[str, Mapping[str, Any]]
@@ -103,6 +104,10 @@ def read_report(file: str | os.PathLike[str]) -> dict[str, Any]:
     wanted = {f.name for f in (*fields(Report), *fields(Findings))} - {"findings"}
     if missing := sorted(wanted - set(values)):
         raise ProbeError(f"{file} lacks {', '.join(missing)}: {again}")
+    try:
+        markdown(values)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ProbeError(f"{file} is damaged ({error!r}): {again}") from error
     return values
 
 

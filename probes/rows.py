@@ -87,6 +87,14 @@ def labels_of(rows: Rows, label: Label, follow_m: int) -> NDArray[np.int8]:
     return labels
 
 
+def group_keys(groups: NDArray[Any]) -> NDArray[np.str_]:
+    """12 hex digits for each group's name: they tell a group again, and nothing else of it."""
+    names, index = np.unique(groups.astype(str), return_inverse=True)
+    keys = np.array([hashlib.sha256(str(name).encode()).hexdigest()[:12] for name in names], dtype="<U12")
+    found: NDArray[np.str_] = keys[index]
+    return found
+
+
 @dataclass(frozen=True)
 class Split:
     """Which part each row belongs to. Near-duplicates (one group) are never in two parts."""
@@ -104,6 +112,11 @@ class Split:
             groups, documents = (len(np.unique(rows[name][where])) for name in ("group", "document"))
             found[part] = {"groups": groups, "documents": documents, "rows": int(where.sum())}
         return found
+
+    def told(self, rows: Rows, kept: Mask) -> dict[str, Any]:
+        """The counts, and as `groups_seen` the keys of the groups that fit or select."""
+        seen = np.isin(self.part, ("fit", "selection"))
+        return {**self.counts(rows, kept), "groups_seen": np.unique(group_keys(rows["group"][seen])).tolist()}
 
 
 def split_rows(rows: Rows, selection_share: float, seed: int) -> Split:

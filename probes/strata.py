@@ -121,7 +121,8 @@ def skipped(rows: Rows) -> list[str]:
     """What cannot be told apart, and what the store would need for it."""
     if "pending_class" in rows:
         return []
-    return [f"strata by token class: the store has no column pending_class: capture again to have it ({', '.join(TOKEN_CLASSES)})"]
+    classes = ", ".join(TOKEN_CLASSES)
+    return [f"strata by token class: the store has no column pending_class: capture again to have it ({classes})"]
 
 
 def _buckets(values: NDArray[Any], starts: tuple[int, ...], below: str) -> NDArray[np.str_]:

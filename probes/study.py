@@ -176,11 +176,24 @@ def measure(
             evaluations=found,
             differences=_behind(found),
             reliability={n: reliability(task.y[task.test], s.score[task.test]) for n, s in subjects.items()},
-            skipped=[*base.skipped(task.rows, store), *_one_class(task)],
-            warnings=leaks(task, {name: e[task.headline] for name, e in found.items()}),
+            skipped=[*base.skipped(task.rows, store), *_no_match(task), *_one_class(task)],
+            warnings=[
+                *leaks(task, {name: e[task.headline] for name, e in found.items()}),
+                *(
+                    f"the best probe is not shown to be better than chance on {SCOPES[s]}: capture more text"
+                    for s, e in found[BEST].items()
+                    if np.isfinite(e.roc_auc.estimate) and not e.roc_auc.lower > 0.5
+                ),
+            ],
         ),
         beside,
     )
+
+
+def _no_match(task: Task) -> list[str]:
+    if "match" in task.tests:
+        return []
+    return [f"{SCOPES['match']}: no test row has a match of {task.asked.match} tokens or more"]
 
 
 def _one_class(task: Task) -> list[str]:

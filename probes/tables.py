@@ -126,7 +126,10 @@ def _gains(report: Values) -> Section:
         for scope, found in scopes.items()
     ]
     heads = ["score", "rows", "AUC", "AP", "Brier (less is better)", "ECE (less is better)"]
-    text = f"Each score minus {report['gain_over']}, on the same rows and folds."
+    text = (
+        f"Each score minus {report['gain_over']} (the better of both baselines, whatever the score's own learner), on "
+    )
+    text += "the same rows and folds."
     return Section("gains", "What a probe adds", text, [Table(heads, rows)] if rows else [])
 
 

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from probes.artifact import ProbeError
+from probes.artifact import ChoiceError, ProbeError
 from probes.evaluation import Evaluation, evaluate
-from probes.rows import Label, Mask, Rows, Split, Store, check_classes, labels_of, split_rows
+from probes.rows import Label, Mask, Rows, Split, Store, check_classes, group_keys, labels_of, split_rows
 
 Floats = NDArray[np.floating]
 Scopes = dict[str, Evaluation]
+LOGITS = ("max_prob", "entropy", "margin")
+"""What the target's logits at the anchor tell."""
+NEEDED = (
+    "split", "match_length", "accepted", "censored", "occurrences", "distance", "agreement", "source", *LOGITS,
+)  # fmt: skip
+"""Columns that splits, labels, thresholds and baselines read, beside group, document and a span label."""
 SCOPES = {"all": "all rows", "match": "rows with a suffix match"}
+
+
+NONE_LEFT = "every row that would be measured is of a group that fitted the probe: measure on other prompts"
 
 
 @dataclass(frozen=True)
@@ -132,7 +141,17 @@ class Task:
         return {name: self.on(where, score, threshold, probability) for name, where in self.tests.items()}
 
 
-def check_rows(rows: Rows) -> None:
+def check_match(store: Store, match: int, which: str) -> None:
+    """ChoiceError if the store does not know all suffix matches of `match` tokens and more."""
+    captured = store.manifest.get("config", {}).get("labels", {}).get("kappa", 1)
+    if captured > match:
+        raise ChoiceError(
+            f"{which} knows suffix matches of {captured} tokens and more only, and the probe is asked from {match} on: "
+            f"capture with --kappa {match} or less, or train with --match {captured}"
+        )
+
+
+def check_rows(rows: Rows, label: Label) -> None:
     """Columns without which nothing can be split or measured."""
     for name, why in (
         ("group", "which rows are near-duplicates, and a split could put copies of one text on both sides"),
@@ -140,6 +159,15 @@ def check_rows(rows: Rows) -> None:
     ):
         if name not in rows or np.isin(rows[name].astype(str), ("", "None", "nan")).any():
             raise ProbeError(f"not every row of the store has a {name}: without it nobody knows {why}; capture again")
+    needed = (*NEEDED, *(() if label == "follow" else (label,)))
+    if missing := [name for name in needed if name not in rows]:
+        raise ProbeError(f"the store has no column {', '.join(missing)}, which a probe needs: capture again")
+    for name in LOGITS:
+        if broken := int((~np.isfinite(np.asarray(rows[name], dtype=np.float64))).sum()):
+            raise ProbeError(
+                f"{broken} rows of the store have a {name} that is NaN or infinite: capture again in bfloat16 or "
+                "float32"
+            )
     if len(rows["document"]) == 0:
         raise ProbeError("the store has no rows: capture more prompts")
     documents = np.unique(rows["document"])
@@ -153,7 +181,7 @@ def check_rows(rows: Rows) -> None:
 def task_of(store: Store, asked: LabelOf, selection_share: float, resamples: int, seed: int) -> Task:
     """To fit and measure: the fit part fits, the selection part selects, the test part is measured."""
     rows = store.rows()
-    check_rows(rows)
+    check_rows(rows, asked.label)
     y = labels_of(rows, asked.label, asked.follow_m)
     split = split_rows(rows, selection_share, seed)
     task = Task(asked, rows, y, split, [], resamples, seed)
@@ -161,20 +189,28 @@ def task_of(store: Store, asked: LabelOf, selection_share: float, resamples: int
     return with_folds(task, [Fold(task.fit, split.part != "fit")])
 
 
-def measured_task(store: Store, asked: LabelOf, folds: int, resamples: int, seed: int) -> Task:
-    """To measure what was fitted elsewhere: all rows are test, and what is fitted here beside is cross-fitted."""
+def measured_task(
+    store: Store, asked: LabelOf, folds: int, resamples: int, seed: int, seen: Collection[str] = ()
+) -> Task:
+    """To measure what was fitted elsewhere: all rows are test, and what is fitted here beside is cross-fitted.
+
+    Rows of groups whose keys (see `group_keys`) were `seen` take no part.
+    """
     rows = store.rows()
-    check_rows(rows)
+    check_rows(rows, asked.label)
     y = labels_of(rows, asked.label, asked.follow_m)
-    split = Split(np.full(len(y), "test", dtype="<U9"), "none: the probe was fitted on another store")
+    away = was_seen(rows, seen)
+    if away.all():
+        raise ProbeError(NONE_LEFT)
+    split = Split(np.where(away, "other", "test").astype("<U9"), "none: the probe was fitted on another store")
     task = Task(asked, rows, y, split, [], resamples, seed)
-    there = y[task.scope]
+    there = y[task.scope & ~away]
     if len(np.unique(there)) < 2:
         raise ProbeError(
             f"the store has {len(there)} rows with a known {asked.name} label, {int(there.sum())} of them positive: "
             "rows of both classes are needed; capture more prompts or choose another label"
         )
-    known = group_folds(y, rows["group"], y >= 0, folds, seed)
+    known = group_folds(y, rows["group"], (y >= 0) & ~away, folds, seed)
     made = [Fold(fold.fit & task.scope, fold.score) for fold in known]
     if any(len(np.unique(y[fold.fit])) < 2 for fold in made):
         raise ProbeError(
@@ -183,13 +219,13 @@ def measured_task(store: Store, asked: LabelOf, folds: int, resamples: int, seed
     return with_folds(task, made)
 
 
-def unfitted_task(store: Store, asked: LabelOf, seen: NDArray[np.str_], resamples: int, seed: int) -> Task:
-    """To measure alone: all rows are test but those of a train part and of groups that were `seen`."""
+def unfitted_task(store: Store, asked: LabelOf, seen: Collection[str], resamples: int, seed: int) -> Task:
+    """To measure alone: all rows are test but those of a train part and of groups whose keys were `seen`."""
     rows = store.rows()
-    check_rows(rows)
+    check_rows(rows, asked.label)
     y = labels_of(rows, asked.label, asked.follow_m)
     given = np.array([s if isinstance(s, str) else "" for s in rows["split"].tolist()])
-    away = np.isin(rows["group"].astype(str), seen)
+    away = was_seen(rows, seen)
     if "validation" in given:
         away |= given == "train"
     part = np.where(away, "other", "test").astype("<U9")
@@ -197,6 +233,12 @@ def unfitted_task(store: Store, asked: LabelOf, seen: NDArray[np.str_], resample
     if not task.tests or not task.test.any():
         raise ProbeError("the other store has no rows of documents that fitted nothing: capture other prompts")
     return task
+
+
+def was_seen(rows: Rows, seen: Collection[str]) -> Mask:
+    """Rows [rows] of groups whose keys are among those `seen`."""
+    found: Mask = np.isin(group_keys(rows["group"]), sorted(seen))
+    return found
 
 
 def with_folds(task: Task, folds: Sequence[Fold]) -> Task:

@@ -26,7 +26,7 @@ from probes.result import Chosen, Report, TrainResult
 from probes.rows import Label, Store, choose_sites, is_site, manifest_hash
 from probes.study import BEST, Findings, StudyConfig, Subject, measure, study
 from probes.sweep import Fitted, Recipe, sweep
-from probes.task import SCOPES, LabelOf, Task, logit, task_of
+from probes.task import SCOPES, LabelOf, Task, check_match, logit, task_of
 from probes.thresholds import ThresholdConfig, best_f1_threshold, choose
 
 Progress = Callable[[int, int, str], None]
@@ -120,7 +120,9 @@ class _Training:
     def __init__(self, store: Store, config: TrainConfig, progress: Progress, measured: StudyConfig | None) -> None:
         self.store, self.config, self._progress, self.measured = store, config, progress, measured
         self.target, self.target_name = target_of(store)
+        check_match(store, config.match, "the store")
         self.sites = sites_of(store, config.sites)
+        self.estimators = list(dict.fromkeys(config.estimators))
         self.kept = choose_sites(store, config.keep) if config.keep else []
         if foreign := [site for site in self.kept if not is_site(site)]:
             raise ChoiceError(f"{foreign[0]} cannot be kept as a probe: {READS_SITES}")
@@ -130,19 +132,19 @@ class _Training:
         share, resamples, seed = config.selection_share, config.resamples, config.seed
         asked = LabelOf(config.label, config.follow_m, config.match, config.conditional)
         self.task = task_of(store, asked, share, resamples, seed)
-        others = [LabelOf.parse(text, config.match) for text in config.labels]
+        others = dict.fromkeys(LabelOf.parse(text, config.match) for text in config.labels)
         self.tasks = [self.task]
         self.tasks += [task_of(store, o, share, resamples, seed) for o in others if o.name != asked.name]
-        self.done, cells = 0, len(self.sites) * len(config.estimators)
+        self.done, cells = 0, len(self.sites) * len(self.estimators)
         self.total = cells + len(self.kept) + 2 + len(self.kept) + FITS + (STUDY_STEPS if measured else 0)
 
     def run(self) -> TrainResult:
         started = time.perf_counter()
-        first, *compared = self.config.estimators
+        first, *compared = self.estimators
         every = [*self.sites, *(s for s in self.kept if s not in self.sites)]
         recipes = [self._recipe(site, first) for site in every]
         recipes += [self._recipe(site, other) for site in self.sites for other in compared]
-        penalties = {name: self.config.l2 if name == "linear" else (None,) for name in self.config.estimators}
+        penalties = {name: self.config.l2 if name == "linear" else (None,) for name in self.estimators}
         cells = sweep(self.store, self.tasks, recipes, penalties, self.config.select_by, self._say)
         asked = self.task.asked.name
         mine = {c.recipe.site: c for c in cells if c.result.label == asked and c.recipe.estimator == first}
@@ -169,7 +171,7 @@ class _Training:
             label={"name": asked, **asdict(self.task.asked)},
             target=self.target_name,
             store=manifest_hash(self.store),
-            split=self.task.split.counts(self.task.rows, self.task.scope),
+            split=self.task.split.told(self.task.rows, self.task.scope),
             config=asdict(self.config) | (asdict(self.measured) if self.measured else {}),
             probes={
                 name: {

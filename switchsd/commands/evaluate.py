@@ -35,8 +35,11 @@ def evaluate(
 ) -> None:
     """Measure probes: baselines, calibration, strata, controls, transfer."""
     from probes.finished import evaluate_probes, load_run
+    from probes.result import JSON_FILE
 
     check_folder(folder)
+    if (folder / JSON_FILE).is_file() and any(folder.glob("*/config.json")):
+        raise UsageError(f"{folder} holds a training run, whose numbers would be lost: choose another --out")
     run = load_run(probe)
     opened = open_store(store)
     more = {"fitted": fitted, "sampled": sampled, "random_init": random_init}
@@ -85,7 +88,9 @@ def show(report: Any) -> None:
             out.print(table(["score", "AUC [95 %]", "average precision [95 %]"], rows, title=title))
     gains = [(name, SCOPES[s], g["roc_auc"]) for name, scopes in found.gains.items() for s, g in scopes.items()]
     if gains:
-        title = f"what a probe adds to {found.gain_over}"
+        title = (
+            f"what a probe adds to {found.gain_over} (the better of both baselines, whatever the score's own learner)"
+        )
         out.print(table(["score", "rows", "AUC difference [95 %]"], gains, title=title))
     controls = [(c.name, c.roc_auc) for c in found.controls if c.roc_auc is not None]
     if controls:
@@ -93,4 +98,4 @@ def show(report: Any) -> None:
     for line in found.skipped:
         notes.print(f"not measured: {line}", markup=False)
     for line in found.warnings:
-        notes.print(f"[bold]warning:[/bold] {line}")
+        notes.print(f"warning: {line}", style="bold")

@@ -34,6 +34,8 @@ def report(
             raise UsageError(f"{source} is not there: name what `switchsd train probe` or `switchsd evaluate` wrote")
         if str(result) in read:
             raise UsageError(f"{result} is named twice")
+        if file.resolve() == source.resolve():
+            raise UsageError(f"--out is {file}, which is read: choose another name for the page")
         read[str(result)] = read_report(source)
     with bar("drawing"):
         text = page(read)

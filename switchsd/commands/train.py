@@ -78,7 +78,7 @@ def probe(
 ) -> None:
     """Fit a probe at every captured site, and keep the best one and the serving one."""
     from probes.train import train
-    from switchsd.artifacts import cached
+    from switchsd.artifacts import cached, shipped
     from switchsd.commands.evaluate import open_store, show
 
     if folder is not None:
@@ -99,12 +99,9 @@ def probe(
     show(result.report)
     out.print(f"Probes and all tables: {where}; as a page: switchsd report {where}", markup=False, soft_wrap=True)
     if folder is None:
-        notes.print(
-            f"`generate` and `bench` take {where / 'best'} from now on: delete {where} to go back to a shipped probe"
-        )
-    best = result.evaluations.get("best", {})
-    if any(e.roc_auc.lower <= 0.5 for e in best.values()):
-        notes.print("This probe is not shown to be better than chance: capture more text", style="bold")
+        back = any(shipped("probe", result.target_name).glob("*/config.json"))
+        more = f": delete {where} to go back to the shipped probe" if back else ""
+        notes.print(f"`generate` and `bench` take {where / 'best'} from now on{more}")
 
 
 SUBCOMMANDS = (probe, eagle)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -81,3 +83,13 @@ def test_two_numbers_say_the_same_as_the_calibrator(seed: int) -> None:
 def test_calibration_needs_both_classes() -> None:
     with pytest.raises(ValueError, match="both classes"):
         calibrate("sigmoid", [0.1, 0.2], [1, 1])
+
+
+def test_few_rows_are_calibrated_without_a_warning() -> None:
+    for count in (1, 2, 4):
+        logits, y = [0.5] * count + [-1.0] * 9, [1] * count + [0] * 9
+        for method in METHODS:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                high, low = calibrate(method, logits, y)([0.5, -1.0])
+            assert 0 <= low < high <= 1

@@ -58,6 +58,7 @@ def test_a_probe_that_knows_the_document_only_is_found_out(fake_store: Any) -> N
     store._rows["span_1"] = np.where(flips, 1 - store._rows["span_1"], store._rows["span_1"]).astype(np.int8)
     store._states["resid_mid.1"] = torch.from_numpy(rng.normal(size=(60, 12))[document] + 0.01).float()
     store._states["resid_mid.1"] = torch.cat([store._states["resid_mid.1"], torch.eye(60)[document]], dim=1)
+    store.manifest = {}  # which names no width, as these states have their own
     found, probe, _ = run(store)
     assert auc(found[ROWS]) > 0.85 > probe.roc_auc.estimate + 0.2
     gap = found[ROWS].difference
@@ -79,6 +80,7 @@ def test_shuffling_keeps_what_the_document_gives_away(fake_store: Any) -> None:
 def test_a_probe_that_reads_the_token_learns_the_control_task(fake_store: Any) -> None:
     store = fake_store()
     store._states["resid_mid.1"] = torch.eye(40)[torch.from_numpy(store._rows["pending"]).long()]
+    store.manifest = {}
     found, probe, _ = run(store)
     assert auc(found[PENDING]) > 0.99 and probe.roc_auc.estimate < 0.6
     selectivity = found[PENDING].difference

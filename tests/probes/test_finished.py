@@ -14,9 +14,10 @@ from probes.baselines import LEAK, PLAIN, WITH_PROBE
 from probes.finished import EvaluateConfig, Run, evaluate_probes, load_run
 from probes.joined import Joined, joined_task
 from probes.markdown import markdown
-from probes.result import Report, TrainResult
+from probes.result import Report, TrainResult, read_report
+from probes.rows import group_keys
 from probes.study import StudyConfig
-from probes.task import LabelOf
+from probes.task import LabelOf, task_of
 from probes.train import TrainConfig, train
 
 QUICK = TrainConfig(
@@ -145,6 +146,17 @@ def other_store(fake_store: Any, split: bool = True, shift: int = 1000) -> Any:
     return store
 
 
+def warm(store: Any) -> Any:
+    store.manifest = {**store.manifest, "config": {**store.manifest["config"], "temperature": 0.8}}
+    return store
+
+
+def random_store(fake_store: Any, **target: Any) -> Any:
+    store = with_families(fake_store(seed=9))
+    store.manifest = {**store.manifest, "target": {**store.manifest["target"], "revision": "random", **target}}
+    return store
+
+
 def scored(folder: Path, store: Any) -> np.ndarray:
     probe = Probe.from_pretrained(folder / "best")
     found: np.ndarray = probe.score(store.states(probe.config.site)).numpy()
@@ -213,7 +225,7 @@ def test_joined_stores_share_no_document_and_no_group(fake_store: Any) -> None:
 
 
 def test_sampled_text_and_a_random_target(folder: Path, fake_store: Any) -> None:
-    sampled, initial = other_store(fake_store, split=False), with_families(fake_store(seed=9))
+    sampled, initial = warm(other_store(fake_store, split=False)), random_store(fake_store)
     config = replace(FEW, study=StudyConfig(3, transfer=False))
     report = evaluate_probes(
         load_run(str(folder)), with_families(fake_store()), config, sampled=sampled, random_init=initial
@@ -280,3 +292,71 @@ def test_a_damaged_run(folder: Path, tmp_path: Path) -> None:
     Probe.from_pretrained(folder / "best").save_pretrained(tmp_path / "best")
     with pytest.raises(ProbeError, match=r"cannot read .*evaluation\.json"):
         load_run(str(tmp_path))
+
+
+QUIET = replace(FEW, study=StudyConfig(3, False, False))
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_documents_that_fitted_the_probe_are_left_out(folder: Path, fake_store: Any, split: bool) -> None:
+    run = load_run(str(folder))
+    fitted = task_of(with_families(fake_store()), LabelOf("follow", 3), 0.2, 20, 0)
+    groups = np.unique(fitted.rows["group"][fitted.split.part != "test"].astype(str))
+    assert run.groups_seen == set(group_keys(groups))
+    store = other_store(fake_store, split=split)
+    fresh = store._rows["group"].astype(str)
+    where = store._rows["document"] % 6 == 0  # of the validation part, where there is one
+    store._rows["group"] = np.where(where, groups[0], fresh)
+    report = evaluate_probes(run, store, QUIET)
+    rows = store.rows()
+    kept = (rows["match_length"] >= 5) & ~rows["censored"] & ~where
+    if split:
+        kept &= rows["split"] == "validation"
+    assert report.findings.evaluations["best"]["match"].rows == kept.sum()
+    told = f"{where.sum()} rows of 1 groups of documents: these fitted the probe or chose it"
+    assert told in report.findings.skipped
+    assert not any("which documents fitted" in line for line in report.findings.warnings)
+    store._rows["group"] = np.full(len(fresh), groups[0])
+    if split:
+        train_part = store._rows["split"] == "train"
+        store._rows["group"] = np.where(train_part, fresh, groups[0])
+    with pytest.raises(ProbeError, match="every row that would be measured is of a group that fitted the probe"):
+        evaluate_probes(run, store, QUIET)
+    with pytest.raises(ProbeError, match="every row that would be measured is of a group that fitted the probe"):
+        evaluate_probes(run, store, QUIET, fitted=with_families(fake_store()))
+
+
+def test_an_artifact_that_does_not_tell_what_fitted_it_is_warned_of(folder: Path, fake_store: Any) -> None:
+    run = replace(load_run(str(folder)), groups_seen=None)
+    report = evaluate_probes(run, other_store(fake_store), QUIET)
+    assert any("which documents fitted the probe is not written down" in line for line in report.findings.warnings)
+    own = evaluate_probes(run, with_families(fake_store()), QUIET)
+    assert not any("which documents fitted" in line for line in own.findings.warnings)
+
+
+def test_probes_of_an_earlier_run_are_not_measured(trained: TrainResult, tmp_path: Path) -> None:
+    trained.save(tmp_path)
+    trained.probes["best"].save_pretrained(tmp_path / "resid_mid.0")
+    assert sorted(load_run(str(tmp_path)).probes) == ["best", "serving"]
+    assert (tmp_path / "resid_mid.0" / "config.json").is_file()
+    assert load_run(str(tmp_path / "best")).groups_seen and load_run(str(tmp_path / "resid_mid.0")).groups_seen is None
+
+
+def test_stores_that_are_no_control(folder: Path, fake_store: Any) -> None:
+    run, own = load_run(str(folder)), with_families(fake_store())
+    with pytest.raises(ChoiceError, match="was captured at temperature 0, which is greedy"):
+        evaluate_probes(run, own, QUIET, sampled=other_store(fake_store))
+    with pytest.raises(ChoiceError, match="holds states of the probe's own target"):
+        evaluate_probes(run, own, QUIET, random_init=with_families(fake_store(seed=9)))
+    for name, value in (("architecture", "OtherForCausalLM"), ("width", 13), ("blocks", 4)):
+        with pytest.raises(ChoiceError, match=rf"another shape than the probe's target \({name}: .* and {value}\)"):
+            evaluate_probes(run, own, QUIET, random_init=random_store(fake_store, **{name: value}))
+
+
+@pytest.mark.parametrize("change", [{"label": []}, {"evaluations": {"best": {"all": 1}}}, {"findings": 1, "strata": 3}])
+def test_a_report_of_other_kinds_of_values_is_named(folder: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    values = json.loads((folder / "evaluation.json").read_text())
+    file = tmp_path / "evaluation.json"
+    file.write_text(json.dumps(values | change))
+    with pytest.raises(ProbeError, match=r"evaluation\.json is damaged"):
+        read_report(file)

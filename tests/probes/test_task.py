@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from probes.artifact import ProbeError
 from probes.linear import LinearProbe
 from probes.mlp import MLPProbe
+from probes.rows import group_keys
 from probes.task import LabelOf, cross_fit, fit_on, group_folds, logit, measured_task, task_of, unfitted_task
 
 SPAN = LabelOf("span_1")
@@ -64,11 +66,11 @@ def test_a_store_that_fitted_nothing_is_cross_fitted(fake_store: Any) -> None:
 def test_what_was_seen_is_not_measured(fake_store: Any) -> None:
     store = fake_store()
     seen = np.unique(store.rows()["group"])[:5].astype(str)
-    task = unfitted_task(store, SPAN, seen, 20, 0)
+    task = unfitted_task(store, SPAN, set(group_keys(seen)), 20, 0)
     assert not set(task.rows["group"][task.tests["all"]]) & set(seen)
     assert set(task.rows["split"][task.tests["all"]]) == {"validation"}
     with pytest.raises(ProbeError, match="no rows of documents that fitted nothing"):
-        unfitted_task(store, SPAN, np.unique(store.rows()["group"]).astype(str), 20, 0)
+        unfitted_task(store, SPAN, set(group_keys(store.rows()["group"])), 20, 0)
 
 
 def test_labels_are_read_from_their_names() -> None:
@@ -150,4 +152,28 @@ def test_fewer_groups_than_folds(fake_store: Any) -> None:
     store = fake_store(documents=12)
     store._rows["span_1"] = np.where(store._rows["document"] == 3, store._rows["span_1"], 0).astype(np.int8)
     with pytest.raises(ProbeError, match="rows of one class lie in too few groups for 3 folds"):
+        measured_task(store, SPAN, 3, 20, 0)
+
+
+def test_a_key_is_of_the_groups_name_alone() -> None:
+    names = np.array(["b", "a", "b"])
+    assert group_keys(names).tolist() == [hashlib.sha256(n.encode()).hexdigest()[:12] for n in names]
+    assert group_keys(np.array([], dtype=str)).tolist() == []
+
+
+@pytest.mark.parametrize("name", ["split", "match_length", "accepted", "censored", "margin", "span_1"])
+def test_a_missing_column_is_named(fake_store: Any, name: str) -> None:
+    store = fake_store()
+    del store._rows[name]
+    with pytest.raises(ProbeError, match=f"has no column {name}, which a probe needs"):
+        task_of(store, SPAN, 0.2, 20, 0)
+    if name == "span_1":
+        assert task_of(store, LabelOf("follow"), 0.2, 20, 0).y.any()  # which does not need it
+
+
+@pytest.mark.parametrize("name", ["max_prob", "entropy", "margin"])
+def test_logits_that_are_no_numbers_are_counted(fake_store: Any, name: str) -> None:
+    store = fake_store()
+    store._rows[name][[3, 700]] = np.nan, np.inf
+    with pytest.raises(ProbeError, match=f"2 rows of the store have a {name} that is NaN or infinite"):
         measured_task(store, SPAN, 3, 20, 0)

@@ -11,7 +11,7 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 from activations.target import Fingerprint
-from probes.artifact import Probe, ProbeError
+from probes.artifact import ChoiceError, Probe, ProbeError
 from probes.baselines import LEAK
 from probes.result import TrainResult
 from probes.rows import split_rows
@@ -250,3 +250,54 @@ def test_states_of_other_places_are_compared_and_never_saved(fake_store: Any) ->
         train(store, replace(config, sites=(joined,)))
     with pytest.raises(ProbeError, match=r"resid_mid\.1@candidate cannot be kept as a probe"):
         train(store, replace(config, keep=("*@candidate",)))
+
+
+def test_what_is_given_twice_is_fitted_once(fake_store: Any) -> None:
+    joined = "embed+resid_mid.1"
+    twice = replace(
+        QUICK,
+        sites=("resid_mid.1", "resid_mid.*", joined, joined),
+        estimators=("linear", "means", "linear"),
+        labels=("span_0", "span_0"),
+    )
+    report = train(fake_store(documents=30), twice).report
+    cells = [(s.label, s.site, s.estimator) for s in report.sites]
+    assert len(set(cells)) == len(cells) == 2 * 2 * 2
+    assert len({c.label for c in report.chosen}) == len(report.chosen)
+
+
+def test_matches_that_the_store_does_not_know_are_refused(fake_store: Any) -> None:
+    with pytest.raises(ChoiceError, match=r"knows suffix matches of 5 tokens and more only.*train with --match 5"):
+        train(fake_store(), replace(QUICK, match=4))
+
+
+def test_a_match_that_no_row_has_is_said(fake_store: Any) -> None:
+    config = replace(QUICK, label="span_1", sites=("resid_mid.1",), match=1000)
+    findings = train(fake_store(), config).report.findings
+    assert "rows with a suffix match: no test row has a match of 1000 tokens or more" in findings.skipped
+
+
+def test_states_of_another_width_than_the_targets(fake_store: Any) -> None:
+    store = fake_store()
+    store._states["resid_mid.1"] = store._states["resid_mid.1"][:, :7]
+    with pytest.raises(ProbeError, match=r"states of width 7 at resid_mid\.1, and its target has width 12"):
+        train(store, QUICK)
+
+
+@pytest.mark.parametrize(("site", "warned"), [("embed", True), ("resid_mid.1", False)])
+def test_chance_is_warned_of(fake_store: Any, site: str, warned: bool) -> None:
+    findings = train(fake_store(), replace(QUICK, label="span_1", sites=(site,))).report.findings
+    assert any("not shown to be better than chance" in line for line in findings.warnings) is warned
+
+
+def test_an_interval_that_nobody_knows_is_no_proof(fake_store: Any) -> None:
+    store = fake_store()
+    documents = store._rows["document"]  # the positives of the test part are all in one document
+    test = store._rows["split"] == "validation"
+    some = documents == documents[test][0]
+    for name in ("span_0", "span_1", "span_2"):
+        store._rows[name][test & ~some] = np.minimum(store._rows[name][test & ~some], 0)
+    findings = train(store, replace(QUICK, label="span_1", sites=("resid_mid.1",), resamples=1)).report.findings
+    area = findings.evaluations["best"]["all"].roc_auc
+    told = any("better than chance on all rows" in line for line in findings.warnings)
+    assert told == (not area.lower > 0.5)

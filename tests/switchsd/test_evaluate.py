@@ -111,7 +111,7 @@ def test_one_probe_on_another_store_for_people(
     code, out, err = run("evaluate", trained / "serving", stores["sampled"], "--fitted", stores["greedy"], *options)
     assert code == OK, err
     assert "best (resid_post.4)" in out and "what a probe adds to" in out and "evaluation.md" in out
-    assert "not measured: lookback ratio" in err
+    assert "not measured: lookback ratio" in err and "[bold]" not in err
     split = json.loads((tmp_path / "evaluation.json").read_text())["split"]
     assert split["rule"].startswith("by store")
 
@@ -127,7 +127,10 @@ def test_what_cannot_be_measured(run: Run, trained: Path, stores: dict[str, Path
             "the sampled store holds states of another",
         ),
         ([trained, stores["sampled"], "--fitted", stores["sampled"]], USAGE, "is another one: its manifest differs"),
+        ([trained, stores["greedy"], "--sampled", stores["greedy"]], USAGE, "which is greedy"),
+        ([trained, stores["greedy"], "--random-init", stores["greedy"]], USAGE, "the probe's own target"),
         ([trained, stores["greedy"], "--folds", "1"], USAGE, "folds is 1"),
+        ([trained, stores["greedy"], "--out", trained], USAGE, "holds a training run"),
         ([trained, stores["greedy"], "--out", trained / "evaluation.md"], USAGE, "is there and is no folder"),
     ]
     for arguments, expected, says in cases:
@@ -161,8 +164,26 @@ def test_what_cannot_be_shown(run: Run, trained: Path, tmp_path: Path) -> None:
         ([tmp_path / "bad.json"], FAILURE, "cannot read"),
         ([trained / "best" / "config.json"], FAILURE, "is no evaluation of format version 1"),
         ([trained, "--out", tmp_path / "no" / "page.html"], USAGE, "no such folder"),
+        ([trained, "--out", trained / "evaluation.json"], USAGE, "which is read: choose another name"),
         ([], USAGE, "Missing argument"),
     ]
     for arguments, expected, says in cases:
         code, _, err = run("report", *arguments)
         assert (code, says in err) == (expected, True), err
+
+
+@pytest.mark.parametrize("ships", [False, True])
+def test_the_way_back_is_told_where_there_is_one(
+    run: Run, stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ships: bool
+) -> None:
+    shipped = tmp_path / "shipped"
+    monkeypatch.setattr("switchsd.artifacts.cached", lambda *of: tmp_path / "cached")
+    monkeypatch.setattr("switchsd.artifacts.shipped", lambda *of: shipped)
+    if ships:
+        (shipped / "best").mkdir(parents=True)
+        (shipped / "best" / "config.json").write_text("{}")
+    few = ["--label", "span_1", "--match", "1", "--l2", "0.01", "--sites", "resid_post.4", "--no-transfer"]
+    code, _, err = run("train", "probe", stores["greedy"], *few, "--no-controls", *FEW)
+    assert code == OK, err
+    assert "from now on" in err and ("to go back to the shipped probe" in err) is ships
+    assert "[bold]" not in err
