@@ -10,7 +10,9 @@ Masks are boolean (True = may attend); `None` means causal over the last Q keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +26,33 @@ OBSERVERS: list[Callable[..., None]] = []
 """Each is called with (module, query, key, mask, scaling) before attention is computed."""
 EDITORS: list[Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]] = []
 """Each is called with (module, what the heads give [B, Q, H, Dv]) and returns what shall stand in its place."""
+
+
+@contextmanager
+def attached(to: list[Callable[..., Any]], one: Callable[..., Any]) -> Iterator[None]:
+    """Within, `one` is among the OBSERVERS or the EDITORS."""
+    to.append(one)
+    try:
+        yield
+    finally:
+        to.remove(one)
+
+
+def weights(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float | None, rows: slice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a forward without a cache, as an observer is given it: the attention of some query rows, float32 [B, H, R, T],
+    and what they may see, bool [B or 1, 1, R, T].
+
+    query [B, H, T, D], key [B, Hkv, T, D], mask bool [B or 1, 1, T, T] or None for causal.
+    """
+    size = query.shape[2]
+    key = key.float().repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    if mask is None:
+        mask = torch.ones(size, size, dtype=torch.bool, device=query.device).tril()[None, None]
+    view = mask[:, :, rows, :size]
+    logits = query[:, :, rows].float() @ key.transpose(2, 3) * (scaling or query.shape[3] ** -0.5)
+    return logits.masked_fill(~view, -torch.inf).softmax(-1), view
 
 
 def folded_attention(

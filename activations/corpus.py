@@ -91,6 +91,11 @@ def load_corpus(split: str | None = None) -> list[Prompt]:
     return prompts
 
 
+def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """So many of the prompts, evenly spread. A store's texts are found again by this choice: `activations.texts`."""
+    return [prompts[i * len(prompts) // count] for i in range(count)]
+
+
 def prompts_hash(prompts: Sequence[Prompt]) -> str | None:
     """sha256 of ids and messages, for manifests; None where there are none. Makes no second copy of them."""
     if not prompts:

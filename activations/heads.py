@@ -47,12 +47,8 @@ class _Induction:
     ) -> None:
         """query [B, H, T, D], key [B, Hkv, T, D], mask bool [B or 1, 1, T, T] or None for causal."""
         size = query.shape[2]
-        key = key.float().repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-        if mask is None:
-            mask = torch.ones(size, size, dtype=torch.bool, device=query.device).tril()[None, None]
+        weights, _ = attention.weights(query, key, mask, scaling, slice(self.length, size - 1))
         second = torch.arange(self.length, size - 1, device=query.device)
-        logits = query[:, :, second].float() @ key.transpose(2, 3) * (scaling or query.shape[3] ** -0.5)
-        weights = logits.masked_fill(~mask[:, :, second, :size], -torch.inf).softmax(-1)
         index = (second - self.length + 1).expand(*weights.shape[:2], -1)[..., None]
         self.scores[int(module.layer_idx)] = weights.gather(3, index).mean((0, 2, 3)).cpu()
 
@@ -74,11 +70,8 @@ def induction_scores(target: Target, tokens: torch.Tensor) -> torch.Tensor:
     """
     check_heads(target)
     found = _Induction(tokens.shape[1] // 2)
-    attention.OBSERVERS.append(found.see)
-    try:
+    with attention.attached(attention.OBSERVERS, found.see):
         target.hidden(tokens.to(target.device), KVCache(len(tokens), capacity=tokens.shape[1]))
-    finally:
-        attention.OBSERVERS.remove(found.see)
     return torch.stack([found.scores[k] for k in range(target.blocks)])
 
 
@@ -97,11 +90,8 @@ class HeadMeans:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        attention.EDITORS.append(self._add)
-        try:
+        with attention.attached(attention.EDITORS, self._add):
             yield
-        finally:
-            attention.EDITORS.remove(self._add)
 
     def _add(self, module: Any, given: torch.Tensor) -> torch.Tensor:
         block = int(module.layer_idx)
@@ -138,11 +128,8 @@ def ablated(target: Target, heads: Iterable[Head], means: HeadMeans | None = Non
         given[:, :, chosen] = 0 if means is None else _stacked(means, block, chosen).to(given)
         return given
 
-    attention.EDITORS.append(edit)
-    try:
+    with attention.attached(attention.EDITORS, edit):
         yield
-    finally:
-        attention.EDITORS.remove(edit)
 
 
 def _stacked(means: HeadMeans, block: int, heads: Sequence[int]) -> torch.Tensor:

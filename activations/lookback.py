@@ -42,13 +42,8 @@ class Lookback:
         self, module: Any, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
     ) -> None:
         """query [1, H, T, D], key [1, Hkv, T, D], mask bool [1, 1, T, T] or None for causal."""
-        length, rows = query.shape[2], query[0, :, self.first :].float()
-        key = key[0].float().repeat_interleave(query.shape[1] // key.shape[1], dim=0)
-        if mask is None:
-            mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()[None, None]
-        view = mask[0, 0, self.first : length, :length]
-        scores = (rows @ key.transpose(1, 2) * (scaling or query.shape[3] ** -0.5)).masked_fill(~view, -torch.inf)
-        weights = scores.softmax(-1)
+        found, seen = attention.weights(query, key, mask, scaling, slice(self.first, query.shape[2]))
+        weights, view = found[0], seen[0, 0]
         p, n = (weights[..., part].sum(-1) / view[:, part].sum(-1).clamp_min(1)
                 for part in (slice(self.prompt), slice(self.prompt, None)))  # fmt: skip
         self.blocks[int(module.layer_idx)] = (p / (p + n).clamp_min(1e-30)).T
@@ -68,8 +63,5 @@ def watch(target: Target, prompt: int, first: int) -> Iterator[Lookback]:
     """Collect the ratios of the forward pass within. Raises TargetError if the target's attention cannot be seen."""
     check_attention(target)
     found = Lookback(prompt, first)
-    attention.OBSERVERS.append(found.see)
-    try:
+    with attention.attached(attention.OBSERVERS, found.see):
         yield found
-    finally:
-        attention.OBSERVERS.remove(found.see)

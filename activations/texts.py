@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from activations.corpus import Prompt, prompts_hash
+from activations.corpus import Prompt, prompts_hash, spread
 from activations.store import StoreError
 from activations.target import Target
 
@@ -38,8 +38,7 @@ def prompts_of(manifest: Mapping[str, Any], pools: Sequence[Sequence[Prompt]]) -
     for pool in pools:
         if not 0 < count <= len(pool):
             continue
-        spread = [pool[i * len(pool) // count] for i in range(count)]
-        for chosen in (spread, list(pool[:count])):
+        for chosen in (spread(pool, count), list(pool[:count])):
             if prompts_hash(chosen) == wanted:
                 return chosen
     raise StoreError(

@@ -32,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from activations.cache import KVCache
 from activations.capture import CaptureConfig, capture, read_document, sites_of
-from activations.corpus import Prompt, load_corpus
+from activations.corpus import Prompt, load_corpus, spread
 from activations.generation import Completion, Request, complete
 from activations.store import CaptureStore, StoreWriter
 from activations.target import Target, load_target
@@ -167,8 +167,7 @@ def paired(
 
 def answered(target: Target, count: int, most: int) -> list[tuple[Prompt, Completion]]:
     """Embedded validation prompts, evenly spread, and what the target answers."""
-    corpus = load_corpus("validation")
-    chosen = [corpus[i * len(corpus) // count] for i in range(count)]
+    chosen = spread(load_corpus("validation"), count)
     requests = [Request(i, target.encode_messages(p.messages), most) for i, p in enumerate(chosen)]
     done = {c.request.number: c for c in complete(target, requests, rows=16)}
     return [(prompt, done[i]) for i, prompt in enumerate(chosen)]
@@ -208,8 +207,7 @@ def forward(documents: int, rounds: int, sites: str) -> dict[str, object]:
 def batch(requests: int, tokens: int, rounds: int) -> dict[str, object]:
     """Tokens/s of `complete` on the same requests, 16 rows at once against one."""
     target = load_target("smollm2", device="cpu")
-    corpus = load_corpus("validation")
-    prompts = [target.encode_messages(corpus[i * len(corpus) // requests].messages) for i in range(requests)]
+    prompts = [target.encode_messages(p.messages) for p in spread(load_corpus("validation"), requests)]
 
     def measure(name: str) -> float:
         asked = [Request(i, prompt, tokens) for i, prompt in enumerate(prompts)]

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from activations.cache import KVCache
-from activations.corpus import load_corpus, read_prompts
+from activations.corpus import load_corpus, read_prompts, spread
 from activations.generation import Request as Answer
 from activations.generation import complete
 from activations.sites import eagle_sites
@@ -112,8 +112,7 @@ def main() -> None:
     costs = get_costs(target, drafter)
     prompts = []
     for source in (load_corpus("validation"), *map(read_prompts, given.suite)):
-        count = min(given.limit, len(source))
-        prompts += [source[i * len(source) // count] for i in range(count)]
+        prompts += spread(source, min(given.limit, len(source)))
     requests = (Answer(i, target.encode_messages(p.messages), given.max_new_tokens) for i, p in enumerate(prompts))
     answers = []
     for done in complete(target, requests, rows=24):

@@ -202,12 +202,12 @@ def make_plan(
     """Sizes by count, times by a few seconds of the work itself and by what `root` and `heads` hold already; no
     passes for no head. Raises UsageError where none can be made."""
     from activations.capture import estimate_bytes
-    from activations.corpus import load_corpus
+    from activations.corpus import load_corpus, spread
     from activations.sites import eagle_sites
     from activations.store import ROW_BYTES
 
     prompts = load_corpus()
-    prompts = [prompts[i * len(prompts) // limit] for i in range(limit)] if 0 < limit < len(prompts) else prompts
+    prompts = spread(prompts, limit) if 0 < limit < len(prompts) else prompts
     read, write_ = speeds(target)
     answers = len(prompts) * captured.max_new_tokens
     asked = sum(len(target.encode_messages(p.messages)) for p in prompts)

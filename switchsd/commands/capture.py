@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from activations.capture import CaptureConfig
-from activations.corpus import Skipped, load_corpus
+from activations.corpus import Skipped, load_corpus, spread
 from activations.ray_engine import RayConfig, RayEngine, find_ray
 from switchsd.loading import LoadConfig, chosen_prompts
 from switchsd.options import UsageError, check_folder
@@ -55,7 +55,7 @@ def capture(
     skipped = Skipped() if skip_bad else None
     chosen = chosen_prompts(prompts, split, column=column, skipped=skipped) or load_corpus()
     if 0 < limit < len(chosen):
-        chosen = [chosen[i * len(chosen) // limit] for i in range(limit)]
+        chosen = spread(chosen, limit)
     with bar(f"loading {target}"):
         # The devices are the workers': this copy only tells them what must be equal.
         placed = loading.device_map is not None or loading.quantization is not None

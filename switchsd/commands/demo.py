@@ -110,11 +110,13 @@ def _demo(name: str, folder: Path, max_new_tokens: int, json: bool) -> None:
 
 def choose(prompts: list[Prompt], count: int) -> list[Prompt]:
     """`count` prompts, half of them copying where there are enough, evenly spread over the rest."""
+    from activations.corpus import spread
+
     copying = [p for p in prompts if p.repetition in ("heavy", "medium")]
     light = [p for p in prompts if p.repetition not in ("heavy", "medium")]
     copying = copying[:: max(1, 2 * len(copying) // count)][: count // 2]
     wanted = min(count - len(copying), len(light))
-    return copying + [light[i * len(light) // wanted] for i in range(wanted)]
+    return copying + spread(light, wanted)
 
 
 def sites(target: Target) -> tuple[str, ...]:

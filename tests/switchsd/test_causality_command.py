@@ -16,18 +16,6 @@ SITE = "resid_mid.4"
 FEW = ["--documents", "4", "--anchors", "2", "--directions", "2", "--heads", "1,4", "--resamples", "20"]
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main([str(a) for a in arguments])
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        return code, captured.out, captured.err
-
-    return call
-
-
 def save_probe(folder: Path, target: Path, **more: Any) -> Path:
     import torch
 

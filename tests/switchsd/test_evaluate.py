@@ -15,18 +15,6 @@ Run = Callable[..., tuple[int, str, str]]
 FEW = ["--resamples", "20", "--folds", "2"]
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main([str(a) for a in arguments])
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        return code, captured.out, captured.err
-
-    return call
-
-
 @pytest.fixture(scope="module")
 def stores(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Captures of the tiny target: greedy (with a train and a validation part), sampled, and of other weights."""
