@@ -70,44 +70,50 @@ def folded_attention(
         raise ValueError("attention soft-capping is not supported by 'folded' attention; load with attention='eager'")
     for observer in OBSERVERS:
         observer(module, query, key, attention_mask, scaling)
-    out = _attend(query, key, value, attention_mask, scaling, dropout)
+    groups = query.shape[1] // key.shape[1]
+    if attention_mask is not None:
+        if groups > 1:
+            attention_mask = attention_mask.repeat(1, 1, groups, 1)
+        if attention_mask.shape[-1] < key.shape[2]:
+            attention_mask = F.pad(attention_mask, (0, key.shape[2] - attention_mask.shape[-1]), value=False)
+    out = attend(query, key, value, attention_mask, scaling, dropout)
     for editor in EDITORS:
         out = editor(module, out)
     return out, None
 
 
-def _attend(
+def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    mask: torch.Tensor | None,
     scaling: float | None,
-    dropout: float,
+    dropout: float = 0.0,
 ) -> torch.Tensor:
+    """query [B, H, Q, D], key [B, Hkv, K, D], value [B, Hkv, K, Dv] -> [B, Q, H, Dv].
+
+    The mask is of the folded rows, [B, 1, H / Hkv * Q, K]: boolean, or what is added to the scores.
+    """
     b, h, q, d = query.shape
     hkv, k = key.shape[1], key.shape[2]
     groups = h // hkv
-    if attention_mask is None and q == k:  # a whole sequence: the kernel's own causal path skips half the work
+    if mask is None and q == k:  # a whole sequence: the kernel's own causal path skips half the work
         if groups > 1:
             key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         out = F.scaled_dot_product_attention(query, key, value, scale=scaling, dropout_p=dropout, is_causal=q > 1)
         return out.transpose(1, 2)
-    if attention_mask is None and q > 1:
-        attention_mask = torch.ones(q, k, dtype=torch.bool, device=query.device).tril(k - q)[None, None]
+    if mask is None and q > 1:
+        mask = torch.ones(q, k, dtype=torch.bool, device=query.device).tril(k - q).repeat(groups, 1)[None, None]
     folded = query.reshape(b, hkv, groups * q, d)  # heads of one key head are adjacent
-    if attention_mask is not None and groups > 1:
-        attention_mask = attention_mask.repeat(1, 1, groups, 1)
-    if attention_mask is not None and attention_mask.shape[-1] < k:
-        attention_mask = F.pad(attention_mask, (0, k - attention_mask.shape[-1]), value=False)
     if query.device.type == "cpu" and b >= WIDE:  # the CPU's flash kernel is half as fast here
         scores = torch.matmul(folded * (scaling or d**-0.5), key.transpose(-1, -2))
-        if attention_mask is not None:
-            scores.masked_fill_(~attention_mask, torch.finfo(scores.dtype).min)
+        if mask is not None and mask.dtype == torch.bool:
+            scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
+        elif mask is not None:
+            scores.add_(mask)
         out = torch.matmul(scores.softmax(-1), value)
     else:
-        out = F.scaled_dot_product_attention(
-            folded, key, value, attn_mask=attention_mask, scale=scaling, dropout_p=dropout
-        )
+        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling, dropout_p=dropout)
     return out.reshape(b, h, q, value.shape[3]).transpose(1, 2)
 
 

@@ -17,13 +17,16 @@ WIDE = 16
 
 
 class KVCache(Cache):
-    """Keys and values [rows, kv heads, capacity, head dim] per layer, each on its layer's device, grown by doubling.
+    """Keys and values [rows, kv heads, capacity, head dim] per layer, each on its layer's device.
+
+    Grown by a twenty-fifth at a time, so that it holds at most 4 % (or 16 slots) more than its longest row needs: a
+    growing step copies the rows, which is a tenth of a per cent of the time of the tokens between two of them.
 
     `lengths[b]` is the number of committed tokens of row b. It lives on the host: it is known there after
     every commit, so that no step has to ask the device for it.
     """
 
-    def __init__(self, rows: int = 1, capacity: int = 512) -> None:
+    def __init__(self, rows: int = 1, capacity: int = 0) -> None:
         super().__init__(layers=[])
         self.rows = rows
         self.capacity = capacity
@@ -159,13 +162,16 @@ class KVCache(Cache):
     def _reserve(self, layer: int, slots: int) -> None:
         have = self.keys[layer].shape[2]
         if slots > have:
-            want = max(2 * have, slots) if self.rows < WIDE else (slots + 63) // 64 * 64
+            want = max(have + max(have // 25, 16), slots) if self.rows < WIDE else (slots + 63) // 64 * 64
+            grown = []
+            for old in (self.keys[layer], self.values[layer]):
+                new = old.new_empty(*old.shape[:2], want, old.shape[3])
+                new[:, :, :have] = old
+                new[:, :, have:] = 0  # a masked slot still takes part in a product, where a NaN would spread
+                grown.append(new)
+            # only now: memory that runs out in between leaves the layer as it was
+            self.keys[layer], self.values[layer] = grown
             self.capacity = max(self.capacity, want)
-            for buffers in (self.keys, self.values):
-                old = buffers[layer]
-                grown = old.new_zeros(*old.shape[:2], want, old.shape[3])
-                grown[:, :, :have] = old
-                buffers[layer] = grown
 
 
 def attention_mask(

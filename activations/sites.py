@@ -111,16 +111,20 @@ class SiteReader:
         sites: Iterable[Site],
         layouts: Sequence[Layout] = (),
         device: torch.device | None = None,
+        closed: Callable[[SiteReader], None] | None = None,
     ) -> None:
-        """`layouts`, one a block, are needed for branches only. States are moved to `device`, if there is one.
+        """`layouts`, one a block, are needed for branches only. States are moved to `device`, if there is one; `closed`
+        is told of the end.
 
         Raises ValueError for a site that a block does not have.
         """
+        self.sites = tuple(sites)
         self.states: dict[Site, torch.Tensor] = {}
+        self._closed = closed
         self._handles: list[RemovableHandle] = []
         self._device = device
         # All places first: an unknown one must leave no hook behind.
-        for module, place, site, scale in [find(embed, layers, site, layouts) for site in sites]:
+        for module, place, site, scale in [find(embed, layers, site, layouts) for site in self.sites]:
             keep = self._keep(site, scale, place.overwritten)
             if place.is_input:
                 self._handles.append(module.register_forward_pre_hook(_on_input(keep), with_kwargs=True))
@@ -139,7 +143,16 @@ class SiteReader:
 
         return keep
 
+    @property
+    def hooks(self) -> int:
+        """How many are attached."""
+        return len(self._handles)
+
     def close(self) -> None:
+        """Detach. Safe to repeat."""
+        if self._closed is not None:
+            self._closed(self)
+            self._closed = None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,17 +47,6 @@ class _Clock(BaseStreamer):
     def end(self) -> None: ...
 
 
-@contextmanager
-def stock_attention(target: Target) -> Iterator[None]:
-    """The model with transformers' own sdpa attention, as users run it; set back afterwards."""
-    before = target.model.config._attn_implementation
-    target.model.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        target.model.set_attn_implementation(before)
-
-
 def hugging_face(target: Target, prompt: list[int], max_new_tokens: int, mode: str) -> Written:
     """Greedy `generate`, plain ("hf") or with prompt lookup ("hf-lookup")."""
     if mode not in BASELINES:
@@ -67,7 +54,7 @@ def hugging_face(target: Target, prompt: list[int], max_new_tokens: int, mode: s
     options: dict[str, Any] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if mode == "hf-lookup" else {}
     ids = torch.tensor([prompt], device=target.device)
     stops = sorted(target.stop_ids)
-    with stock_attention(target):
+    with target.stock():
         clock = _Clock()
         output: Any = target.model.generate(
             ids,

@@ -13,7 +13,7 @@ from decoding.costs import CostTable, get_costs
 from decoding.drafters import Drafter
 from decoding.engine import Commit, Engine
 from decoding.modes import DecodingError, ModeSettings, Parts, Plan, SiteProbe, get_mode
-from decoding.request import Request
+from decoding.request import TARGET, Request
 from decoding.scheduler import SequentialScheduler
 from decoding.selfcheck import ensure_tree_forward
 from decoding.text import TextStream
@@ -40,6 +40,8 @@ class Generation:
     stopped: bool
     """A stop token or stop string ended it; else a limit, or an interruption."""
     interrupted: bool
+    cut: str
+    """Why it ended before its text did: out of memory; else empty."""
     first_token_seconds: float
     """From the call (in a batch, from the request's admission) to the first token."""
     decode_seconds: float
@@ -87,6 +89,7 @@ class _Progress:
     copy_steps: int = 0
     stopped: bool = False
     over: bool = False
+    cut: str = ""
     emitted: bool = field(default=False)
 
 
@@ -252,6 +255,9 @@ class Decoder:
         """Cut what lies behind a stop or a limit, and turn the rest into events."""
         request = progress.request
         now = perf_counter()
+        if commit.cut:
+            progress.over, progress.cut = True, commit.cut
+            return [Event(request.number, "", [], TARGET)]
         if not progress.emitted:
             progress.first, progress.emitted = now, True
         else:
@@ -285,7 +291,8 @@ class Decoder:
 
     def _finished(self, progress: _Progress | None, prompt_tokens: int, interrupted: bool = False) -> Generation:
         if progress is None or not progress.emitted:
-            return Generation("", [], [], prompt_tokens, 0, 0, False, interrupted, 0.0, 0.0)
+            cut = progress.cut if progress is not None else ""
+            return Generation("", [], [], prompt_tokens, 0, 0, False, interrupted, cut, 0.0, 0.0)
         if interrupted:
             progress.text.finish()
         request = progress.request
@@ -299,6 +306,7 @@ class Decoder:
             copy_steps=progress.copy_steps,
             stopped=progress.stopped,
             interrupted=interrupted,
+            cut=progress.cut,
             first_token_seconds=progress.first - progress.began,
             decode_seconds=progress.last - progress.first,
         )

@@ -8,9 +8,11 @@ A scheduler owns the requests and orders the halves; the engine owns rows of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -20,7 +22,7 @@ from activations.sites import Site
 from activations.target import Target
 from decoding.budgets import Budget
 from decoding.drafters import CopyDrafter, Drafter
-from decoding.gates import Decision, Situation
+from decoding.gates import COPY, Decision, Situation
 from decoding.modes import Plan
 from decoding.packing import tree_forward
 from decoding.request import TARGET, Request
@@ -28,6 +30,7 @@ from decoding.trace import StepRecord, Trace
 from decoding.tree import DraftTree
 from decoding.verifier import Intent, Verdict
 
+LOG = logging.getLogger("switchsd")
 EMPTY = DraftTree((), (), (), ())
 NO_ROOM = Decision((), "no room")
 
@@ -56,6 +59,8 @@ class Commit:
     sources: list[str]
     copied: bool = False
     """The copy drafter was asked for its draft."""
+    cut: str = ""
+    """Why the request ends here, where it is not for its text."""
 
 
 class Engine:
@@ -68,13 +73,15 @@ class Engine:
         self.mode = mode
         self.requests: list[Request] = []
         self._rows = rows
-        self._cache = KVCache(rows, capacity=512)
+        self._cache = KVCache(rows)
         self._drafters: dict[str, Drafter] = {d.name: d for d in plan.drafters}
-        self._copy = next((d for d in plan.drafters if isinstance(d, CopyDrafter)), None)
         self._intents: dict[Request, float] = {}
         self._steps: dict[Request, int] = {}
         self._began = perf_counter()
-        self._sites = {d.name: target.sites(d.sites) for d in plan.drafters}
+        self._sites: dict[str, list[Site]] = {}
+        for drafter in plan.drafters:
+            found = self._guarded(drafter, lambda d=drafter: target.sites(d.sites))  # type: ignore[misc]
+            self._sites[drafter.name] = found or []
         self._probe_sites: list[Site] = target.sites(plan.probe.config.sites) if plan.probe is not None else []
         wanted = [s for sites in self._sites.values() for s in sites] + self._probe_sites
         self._reader = target.read(wanted) if wanted else None
@@ -100,8 +107,9 @@ class Engine:
         if verdict.intent is not None:
             self._intents[request] = verdict.intent
         self._steps[request] = 0
-        for drafter in self.plan.drafters:
-            drafter.start(request, self._features(drafter, 0, None))
+        for drafter in list(self._drafters.values()):
+            features = self._features(drafter, 0, None)
+            self._guarded(drafter, lambda d=drafter, f=features: d.start(request, f))  # type: ignore[misc]
         return Commit(request, [verdict.pending], [TARGET])
 
     def leave(self, requests: Sequence[Request]) -> None:
@@ -142,7 +150,7 @@ class Engine:
         """A tree for each request, empty where the gate abstains."""
         requests = self.requests
         entered = perf_counter()
-        matches = [self._copy.match(r) if self._copy else None for r in requests]
+        matches = self._matches()
         intents = [self._intents.get(r) for r in requests]
         decisions = [
             self.plan.gate.choose(Situation(len(r.tokens), r.room, m.longest if m else 0, i)) if r.room > 0 else NO_ROOM
@@ -155,8 +163,7 @@ class Engine:
         began = perf_counter()
         grown: list[dict[str, DraftTree]] = [{} for _ in requests]
         for name, jobs in asked.items():
-            proposed = self._drafters[name].propose([requests[i] for i, _ in jobs], [b for _, b in jobs])
-            for (i, _), tree in zip(jobs, proposed, strict=True):
+            for (i, _), tree in zip(jobs, self._proposed(name, requests, jobs), strict=True):
                 if tree is not None and len(tree):
                     grown[i][name] = tree
         ended = perf_counter()
@@ -182,13 +189,54 @@ class Engine:
         commits = []
         for row, (request, draft, verdict) in enumerate(zip(requests, drafts, verdicts, strict=True)):
             commits.append(self._take(request, draft, verdict))
-            for drafter in self.plan.drafters:
-                drafter.observe(request, self._features(drafter, row, slots[row]))
+            for drafter in list(self._drafters.values()):
+                features = self._features(drafter, row, slots[row])
+                self._guarded(drafter, lambda d=drafter, r=request, f=features: d.observe(r, f))  # type: ignore[misc]
         verify_ms = (judged - began) * 1e3
         rest_ms = (perf_counter() - judged) * 1e3
         for request, draft, verdict in zip(requests, drafts, verdicts, strict=True):
             self._record(request, draft, verdict, began, verify_ms, rest_ms)
         return commits
+
+    # -- drafters fail, the text goes on --------------------------------------------------------------
+
+    def _guarded(self, drafter: Drafter, call: Callable[[], Any]) -> Any:
+        """What the call gives; None, and the drafter is left out from now on, if it raises. A draft is a guess, and
+        whatever happens to it, the target's text must not suffer."""
+        try:
+            return call()
+        except Exception as error:
+            if self._drafters.pop(drafter.name, None) is not None:
+                told = " ".join(str(error).split())[:300] or type(error).__name__
+                LOG.warning("The %s drafter failed (%s): the target goes on without it.", drafter.name, told)
+            return None
+
+    def _matches(self) -> list[Matches | None]:
+        copy = self._drafters.get(COPY)
+        if not isinstance(copy, CopyDrafter):
+            return [None] * len(self.requests)
+        found = self._guarded(copy, lambda: [copy.match(request) for request in self.requests])
+        return found if found is not None else [None] * len(self.requests)
+
+    def _proposed(
+        self, name: str, requests: Sequence[Request], jobs: Sequence[tuple[int, Budget]]
+    ) -> Sequence[DraftTree | None]:
+        """A drafter's trees for its jobs (row and budget), checked; none of them if it fails."""
+        drafter = self._drafters.get(name)
+        if drafter is None:
+            return [None] * len(jobs)
+
+        def propose() -> list[DraftTree | None]:
+            trees = drafter.propose([requests[i] for i, _ in jobs], [budget for _, budget in jobs])
+            if len(trees) != len(jobs):
+                raise ValueError(f"{len(trees)} trees for {len(jobs)} requests")
+            for tree in trees:
+                if tree is not None:
+                    tree.check(self.target.vocab_size)
+            return trees
+
+        found: list[DraftTree | None] | None = self._guarded(drafter, propose)
+        return found if found is not None else [None] * len(jobs)
 
     # -- inside -------------------------------------------------------------------------------------
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from decoding.engine import Commit, Engine
+import torch
+
+from decoding.engine import LOG, Commit, Engine
 from decoding.request import Request
 
 
@@ -20,15 +22,26 @@ class SequentialScheduler:
         and says whether its request is complete; it may shorten what the commit added."""
         waiting = iter(requests)
         more = True
+        held: Request | None = None  # found no memory, and waits until fewer than `crowd` requests run
+        crowd = self.rows
         engine = self.engine
         try:
             while True:
-                while more and len(engine.requests) < self.rows:
-                    request = next(waiting, None)
+                while more and len(engine.requests) < crowd:
+                    request = held or next(waiting, None)
+                    held, crowd = None, self.rows
                     if request is None:
                         more = False
                         break
-                    commit = engine.admit(request)
+                    try:
+                        commit = engine.admit(request)
+                    except Exception as error:
+                        if not out_of_memory(error):
+                            raise
+                        if engine.requests:
+                            held, crowd = request, len(engine.requests)
+                            break
+                        commit = cut(request)
                     if ended(commit):
                         engine.leave([request])
                     yield commit
@@ -36,8 +49,26 @@ class SequentialScheduler:
                     return
                 if not more:
                     engine.shrink()
-                commits = engine.verify(engine.draft())
+                try:
+                    commits = engine.verify(engine.draft())
+                except Exception as error:
+                    if not out_of_memory(error):
+                        raise
+                    commits = [cut(max(engine.requests, key=lambda r: len(r.tokens)))]
                 engine.leave([c.request for c in commits if ended(c)])
                 yield from commits
         finally:
             engine.close()
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out, in Python, on a GPU or in torch's CPU allocator, which has no type of its own for it."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and ("allocate memory" in str(error) or "not enough memory" in str(error))
+    )
+
+
+def cut(request: Request) -> Commit:
+    """The end of a request for which there is no memory: it keeps what it has."""
+    LOG.warning("Out of memory: request %d ends after %d tokens.", request.number, len(request.generated))
+    return Commit(request, [], [], cut="out of memory")

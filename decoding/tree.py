@@ -109,6 +109,14 @@ class DraftTree:
                 place.append(found)
         return cls(tokens, parents, source, logq)
 
+    def check(self, vocabulary: int) -> None:
+        """Raise ValueError unless all tokens are in the vocabulary and parents precede their children."""
+        for i, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
+            if not 0 <= token < vocabulary:
+                raise ValueError(f"it drafted token {token}, the vocabulary has {vocabulary}")
+            if not UNUSED <= parent < i:
+                raise ValueError(f"it drafted node {i} below node {parent}, which does not precede it")
+
     def cut(self, depth: int, nodes: int | None = None) -> DraftTree:
         """Without what lies deeper than `depth`, and at most the first `nodes` of the rest."""
         depths = self.depths

@@ -66,7 +66,9 @@ def _target(family: str, implementation: str) -> Target:
     vocabulary = {c: i for i, c in enumerate(ALPHABET)}
     raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     raw.decoder = decoders.Fuse()
-    return Target(model, PreTrainedTokenizerFast(tokenizer_object=raw), f"small-{family}", None)
+    target = Target(model, PreTrainedTokenizerFast(tokenizer_object=raw), f"small-{family}", None)
+    target.speed_up()  # as `load_target` does
+    return target
 
 
 @pytest.fixture(scope="session")

@@ -69,6 +69,7 @@ def generate(
             "decode_seconds": made.decode_seconds,
             "stopped": made.stopped,
             "interrupted": made.interrupted,
+            "cut": made.cut,
         }
         as_json({"mode": mode, "lossless": MODES[mode].lossless, **found})
         interrupted = made.interrupted
