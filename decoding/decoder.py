@@ -76,6 +76,22 @@ class Event:
     """On a request's last event, everything."""
 
 
+@dataclass(frozen=True)
+class Call:
+    """What was asked of a decoder, checked."""
+
+    mode: str
+    plan: Plan
+    sampling: Sampling
+    stop: tuple[str, ...]
+    max_new_tokens: int
+    batch: int
+
+    def request(self, number: int, prompt: list[int], longest: int) -> Request:
+        """One prompt's request, to a target that takes texts of `longest` tokens."""
+        return Request(number, prompt, min(self.max_new_tokens, longest - len(prompt)), self.sampling, self.stop)
+
+
 @dataclass(eq=False)
 class _Progress:
     """What is known of a running request."""
@@ -139,7 +155,7 @@ class Decoder:
         out = [results[i] for i in range(len(prompts))]
         return out[0] if single else out
 
-    def stream(self, prompt: Prompt | Sequence[Prompt], **options: Any) -> Iterator[Event]:
+    def stream(self, prompt: Prompt | Sequence[Prompt], **options: Any) -> Generator[Event, None, None]:
         """Events as the text grows. Options:
 
         mode            a name of `decoding.modes.MODES` (default switchsd)
@@ -155,9 +171,24 @@ class Decoder:
     # -- inside -------------------------------------------------------------------------------------
 
     def _events(
+        self, prompts: list[list[int]], running: dict[int, _Progress], **options: Any
+    ) -> Generator[Event, None, None]:
+        """Checks everything at once, so that a bad option fails at the call and not at the first event."""
+        call = self.call(**options)
+        requests = [call.request(i, ids, self.target.max_length) for i, ids in enumerate(prompts)]
+
+        def events() -> Generator[Event, None, None]:  # nothing is attached to the target before the first one
+            self.trace = Trace()
+            engine = Engine(self.target, call.plan, min(call.batch, len(requests)), self.trace, call.mode)
+            try:
+                yield from self.run(requests, engine, running)
+            finally:
+                engine.close()
+
+        return events()
+
+    def call(
         self,
-        prompts: list[list[int]],
-        running: dict[int, _Progress],
         *,
         mode: str = "switchsd",
         max_new_tokens: int = 256,
@@ -168,8 +199,8 @@ class Decoder:
         stop: str | Sequence[str] = (),
         batch: int = 8,
         **settings: Any,
-    ) -> Generator[Event, None, None]:
-        """Checks everything at once, so that a bad option fails at the call and not at the first event."""
+    ) -> Call:
+        """The options of `stream`, checked. Raises DecodingError."""
         for name, value in (("max_new_tokens", max_new_tokens), ("batch", batch)):
             if not isinstance(value, int) or value < 1:
                 raise DecodingError(f"{name} is {value!r}; it must be a whole number, 1 or more")
@@ -189,12 +220,7 @@ class Decoder:
             chosen = replace(self.settings, **settings)
         except (ValueError, TypeError) as error:
             raise DecodingError(str(error)) from error
-        plan = self.plan(mode, chosen)
-        requests = [
-            Request(i, ids, min(max_new_tokens, self.target.max_length - len(ids)), sampling, stops)
-            for i, ids in enumerate(prompts)
-        ]
-        return self._run(requests, plan, mode, min(batch, len(requests)), running)
+        return Call(mode, self.plan(mode, chosen), sampling, stops, max_new_tokens, batch)
 
     def plan(self, mode: str, settings: ModeSettings | None = None) -> Plan:
         """A mode, built from this decoder's parts."""
@@ -222,12 +248,13 @@ class Decoder:
             self._costs = get_costs(self.target, self.neural, self.probe)
         return self._costs
 
-    def _run(
-        self, requests: list[Request], plan: Plan, mode: str, rows: int, running: dict[int, _Progress]
+    def run(
+        self, requests: list[Request], engine: Engine, running: dict[int, _Progress] | None = None
     ) -> Generator[Event, None, None]:
-        self.trace = Trace()
+        """The events of requests in an engine's rows."""
+        running = {} if running is None else running
         began = perf_counter()
-        scheduler = SequentialScheduler(Engine(self.target, plan, rows, self.trace, mode), rows)
+        scheduler = SequentialScheduler(engine)
 
         def admitted() -> Iterator[Request]:
             for request in requests:

@@ -41,6 +41,11 @@ class Drafter(Protocol):
         None without sites."""
         ...
 
+    def resume(self, request: Request, features: torch.Tensor | None, before: Request, kept: int) -> None:
+        """Like `start`, for a request whose first `kept` + 1 tokens are those of `before`, which has ended and will be
+        closed; `features` are those of the prompt's positions from `kept` on."""
+        ...
+
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> list[DraftTree | None]:
         """One tree a request, growing from its pending token `request.tokens[-1]`; None if there is nothing to say.
         Nodes deeper than `request.room` are of no use."""
@@ -79,6 +84,9 @@ class CopyDrafter:
 
     def start(self, request: Request, features: torch.Tensor | None) -> None:
         self._indices[request] = SuffixIndex(self.config, request.tokens)
+
+    def resume(self, request: Request, features: torch.Tensor | None, before: Request, kept: int) -> None:
+        self.start(request, features)  # a few microseconds a token
 
     def match(self, request: Request) -> Matches:
         """The suffix matches of the request as it stands."""

@@ -66,13 +66,29 @@ class Commit:
 class Engine:
     """Runs the halves for up to `rows` requests at a time; each holds the cache row of its index in `requests`."""
 
-    def __init__(self, target: Target, plan: Plan, rows: int = 1, trace: Trace | None = None, mode: str = "") -> None:
+    def __init__(
+        self,
+        target: Target,
+        plan: Plan,
+        rows: int = 1,
+        trace: Trace | None = None,
+        mode: str = "",
+        keeps: bool = False,
+    ) -> None:
+        """`keeps`: with a single row, what was computed for the latest request stays, and the next one starts from
+        what both have in common (the turns of a chat)."""
+        if keeps and rows != 1:
+            raise ValueError(f"an engine that keeps its latest request has one row, not {rows}")
         self.target = target
         self.plan = plan
         self.trace = trace if trace is not None else Trace()
         self.mode = mode
         self.requests: list[Request] = []
+        self.reused = 0
+        """Prompt tokens of the latest request that were not computed again."""
         self._rows = rows
+        self._keeps = keeps
+        self._kept: Request | None = None
         self._cache = KVCache(rows)
         self._drafters: dict[str, Drafter] = {d.name: d for d in plan.drafters}
         self._intents: dict[Request, float] = {}
@@ -92,11 +108,12 @@ class Engine:
         """Prefill a request into a row of its own; its first token is chosen."""
         prompt = request.prompt
         alone = self._rows == 1
-        cache = self._cache if alone else KVCache(1, capacity=len(prompt))
+        cache = self._cache if alone else KVCache(1)
+        start = self.reused = self._common(prompt)
         if alone:
-            cache.crop_row(0, 0)
-        logits = self.target.forward(torch.tensor([prompt], device=self.target.device), cache, logits_to_keep=1)
-        cache.commit([range(len(prompt))])
+            cache.crop_row(0, start)
+        logits = self.target.forward(torch.tensor([prompt[start:]], device=self.target.device), cache, logits_to_keep=1)
+        cache.commit([range(len(prompt) - start)])
         request.tokens = list(prompt)
         [verdict] = self.plan.verifier.accept([EMPTY], logits, [request], self._prompt_intent())
         if not alone:
@@ -109,20 +126,27 @@ class Engine:
         self._steps[request] = 0
         for drafter in list(self._drafters.values()):
             features = self._features(drafter, 0, None)
-            self._guarded(drafter, lambda d=drafter, f=features: d.start(request, f))  # type: ignore[misc]
+            if start and self._kept is not None:
+                self._guarded(
+                    drafter,
+                    lambda d=drafter, f=features, old=self._kept: d.resume(request, f, old, start),  # type: ignore[misc]
+                )
+            else:
+                self._guarded(drafter, lambda d=drafter, f=features: d.start(request, f))  # type: ignore[misc]
+        self._forget()
         return Commit(request, [verdict.pending], [TARGET])
 
     def leave(self, requests: Sequence[Request]) -> None:
         """Requests that have ended give up their rows; the others close ranks."""
         if not requests:
             return
+        if self._keeps:
+            [self._kept], self.requests = requests, []
+            return
         gone = set(requests)
         keep = [i for i, r in enumerate(self.requests) if r not in gone]
         for request in requests:
-            for drafter in self.plan.drafters:
-                drafter.close(request)
-            self._intents.pop(request, None)
-            self._steps.pop(request, None)
+            self._close(request)
         holes = [i for i in range(len(keep)) if i not in keep]
         for hole in holes:  # the last ones move into the gaps
             last = keep.pop()
@@ -138,9 +162,41 @@ class Engine:
             self._rows = len(self.requests)
             self._cache.truncate(self._rows)
 
+    @property
+    def rows(self) -> int:
+        """Most requests at a time."""
+        return self._rows
+
+    def _common(self, prompt: Sequence[int]) -> int:
+        """How many tokens of a prompt the kept request has in its row, for the target and for every drafter.
+
+        One less than both have in common: the last token's logits are wanted, and a drafter may have paired the state
+        of a position with the token after it.
+        """
+        if self._kept is None:
+            return 0
+        have = self._kept.tokens[: self._cache.lengths[0]]
+        same = next(
+            (i for i, (a, b) in enumerate(zip(have, prompt, strict=False)) if a != b), min(len(have), len(prompt))
+        )
+        return max(same - 1, 0)
+
+    def _forget(self) -> None:
+        """The kept request has served."""
+        if self._kept is not None:
+            self._close(self._kept)
+            self._kept = None
+
+    def _close(self, request: Request) -> None:
+        for drafter in self.plan.drafters:
+            drafter.close(request)
+        self._intents.pop(request, None)
+        self._steps.pop(request, None)
+
     def close(self) -> None:
         """Detach the hooks and forget the requests. Safe to repeat."""
         self.leave(list(self.requests))
+        self._forget()
         if self._reader is not None:
             self._reader.close()
 

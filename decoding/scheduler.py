@@ -11,11 +11,10 @@ from decoding.request import Request
 
 
 class SequentialScheduler:
-    """Draft, then verify, for one group of at most `rows` requests; a free row is refilled at once."""
+    """Draft, then verify, for as many requests as the engine has rows; a free row is refilled at once."""
 
-    def __init__(self, engine: Engine, rows: int) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.rows = rows
 
     def run(self, requests: Iterable[Request], ended: Callable[[Commit], bool]) -> Iterator[Commit]:
         """Yield every commit, the prefill's first token included. `ended` takes each commit before it is yielded,
@@ -23,13 +22,13 @@ class SequentialScheduler:
         waiting = iter(requests)
         more = True
         held: Request | None = None  # found no memory, and waits until fewer than `crowd` requests run
-        crowd = self.rows
         engine = self.engine
+        rows = crowd = engine.rows
         try:
             while True:
                 while more and len(engine.requests) < crowd:
                     request = held or next(waiting, None)
-                    held, crowd = None, self.rows
+                    held, crowd = None, rows
                     if request is None:
                         more = False
                         break
@@ -58,7 +57,7 @@ class SequentialScheduler:
                 engine.leave([c.request for c in commits if ended(c)])
                 yield from commits
         finally:
-            engine.close()
+            engine.leave(list(engine.requests))
 
 
 def out_of_memory(error: Exception) -> bool:

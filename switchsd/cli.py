@@ -15,6 +15,7 @@ from switchsd.options import expand
 COMMANDS = {
     "demo": "Capture, fit a probe and decode with it, in front of you.",
     "generate": "Write text; every token is coloured by who drafted it.",
+    "chat": "Talk with a target; turns share what was computed.",
     "capture": "Store hidden states and copy labels of a target's own text.",
     "captures": "Check, describe, merge and export capture stores.",
     "train": "Fit a probe or train an EAGLE-3 head.",

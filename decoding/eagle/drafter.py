@@ -70,11 +70,24 @@ class EagleDrafter:
 
     def start(self, request: Request, features: torch.Tensor | None) -> None:
         config, like = self.config, self._fc
+        longest = self._stretch(request)
+        shape = (config.num_key_value_heads, longest, config.per_head)
+        self._states[request] = _State(like.new_zeros(shape), like.new_zeros(shape))
+        self.observe(request, features)
+
+    def _stretch(self, request: Request) -> int:
+        """Rows that the request may come to, the tables of positions being that long."""
         longest = len(request.tokens) + request.max_new_tokens + 64  # no row of a tree stands behind this position
         if longest > len(self._cos):
             self._cos, self._sin = self._table(2 * longest)
-        shape = (config.num_key_value_heads, longest, config.per_head)
-        self._states[request] = _State(like.new_zeros(shape), like.new_zeros(shape))
+        return longest
+
+    def resume(self, request: Request, features: torch.Tensor | None, before: Request, kept: int) -> None:
+        state = self._states[request] = self._states.pop(before)
+        waiting = torch.cat(state.waiting)[: max(kept - state.fed, 0)] if state.waiting else None
+        state.waiting = [] if waiting is None or not len(waiting) else [waiting]
+        state.fed = min(state.fed, kept)
+        self._stretch(request)
         self.observe(request, features)
 
     def observe(self, request: Request, features: torch.Tensor | None) -> None:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from time import perf_counter
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from decoding.modes import MODES, ModeSettings
+from switchsd.live import show_events
 from switchsd.loading import AUTO, LoadConfig, load, measure_costs
 from switchsd.options import UsageError, check_output
-from switchsd.show import AsJson, as_json, bar, colour, notes, out
-
-WHO = {"target": "the target itself", "copy": "copied", "eagle": "EAGLE-3 head"}
+from switchsd.show import AsJson, as_json, bar
 
 
 def generate(
@@ -74,41 +70,11 @@ def generate(
         as_json({"mode": mode, "lossless": MODES[mode].lossless, **found})
         interrupted = made.interrupted
     else:
-        interrupted = _show(decoder, messages, options)
+        interrupted = show_events(decoder, decoder.stream(messages, **options), mode)
     if trace is not None:
         decoder.trace.save(trace)
     if interrupted:
         raise KeyboardInterrupt
-
-
-def _show(decoder: Any, messages: Any, options: dict[str, Any]) -> bool:
-    """Print the text as it comes and the numbers after it; True if it was interrupted."""
-    counts: Counter[str] = Counter()
-    first = last = 0.0
-    began = perf_counter()
-    interrupted = False
-    try:
-        for event in decoder.stream(messages, **options):
-            last = perf_counter()
-            first = first or last
-            counts[event.source] += len(event.tokens)
-            out.print(Text(event.text, style=colour(event.source)), end="", soft_wrap=True)
-            out.file.flush()
-    except KeyboardInterrupt:
-        interrupted = True
-    out.print()
-    tokens, steps = sum(counts.values()), len(decoder.trace)
-    legend = Text()
-    for source, count in counts.most_common():
-        legend.append(f"■ {WHO.get(source, source)} {count}", style=colour(source)).append("   ")
-    notes.print(legend)
-    if tokens:
-        copied = sum(record.copies for record in decoder.trace)
-        speed = f"{(tokens - 1) / (last - first):.1f} tokens/s" if tokens > 1 else "one token"
-        rates = f", {(tokens - 1) / steps:.2f} tokens per step, {copied / steps:.0%} of steps copied" if steps else ""
-        kind = "lossless" if MODES[options["mode"]].lossless else "not lossless"
-        notes.print(f"{speed}{rates}; first token after {first - began:.2f} s; {options['mode']} ({kind})")
-    return interrupted
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:

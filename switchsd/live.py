@@ -1,0 +1,49 @@
+"""Text as it comes, every token coloured by who drafted it, and its numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator
+from time import perf_counter
+
+from rich.text import Text
+
+from decoding.decoder import Decoder, Event
+from decoding.modes import MODES
+from switchsd.show import colour, notes, out
+
+WHO = {"target": "the target itself", "copy": "copied", "eagle": "EAGLE head"}
+
+
+def show_events(decoder: Decoder, events: Generator[Event, None, None], mode: str) -> bool:
+    """Print the text as it comes and the numbers after it; True if it was interrupted."""
+    counts: Counter[str] = Counter()
+    first = last = 0.0
+    began = perf_counter()
+    trace, interrupted = decoder.trace, False
+    before = len(trace)
+    try:
+        for event in events:
+            last = perf_counter()
+            first = first or last
+            counts[event.source] += len(event.tokens)
+            out.print(Text(event.text, style=colour(event.source)), end="", soft_wrap=True)
+            out.file.flush()
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        events.close()  # now, and not when it is collected: a chat takes note of how far an answer went
+    out.print()
+    records = decoder.trace.records[before if decoder.trace is trace else 0 :]  # a chat's trace goes on
+    tokens, steps = sum(counts.values()), len(records)
+    legend = Text()
+    for source, count in counts.most_common():
+        legend.append(f"■ {WHO.get(source, source)} {count}", style=colour(source)).append("   ")
+    notes.print(legend)
+    if tokens:
+        copied = sum(record.copies for record in records)
+        speed = f"{(tokens - 1) / (last - first):.1f} tokens/s" if tokens > 1 else "one token"
+        rates = f", {(tokens - 1) / steps:.2f} tokens per step, {copied / steps:.0%} of steps copied" if steps else ""
+        kind = "lossless" if MODES[mode].lossless else "not lossless"
+        notes.print(f"{speed}{rates}; first token after {first - began:.2f} s; {mode} ({kind})")
+    return interrupted
