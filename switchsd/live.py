@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Generator
 from time import perf_counter
+from typing import Any
 
 from rich.text import Text
 
-from decoding.decoder import Decoder, Event
+from decoding.decoder import Decoder, Event, Generation
 from decoding.modes import MODES
 from switchsd.show import colour, notes, out
 
@@ -47,3 +48,22 @@ def show_events(decoder: Decoder, events: Generator[Event, None, None], mode: st
         kind = "lossless" if MODES[mode].lossless else "not lossless"
         notes.print(f"{speed}{rates}; first token after {first - began:.2f} s; {mode} ({kind})")
     return interrupted
+
+
+def told(made: Generation) -> dict[str, Any]:
+    """A finished text for machines."""
+    return {
+        "text": made.text,
+        "tokens": made.tokens,
+        "sources": made.sources,
+        "prompt_tokens": made.prompt_tokens,
+        "steps": made.steps,
+        "tokens_per_second": made.tokens_per_second,
+        "tokens_per_step": made.tokens_per_step,
+        "copy_share": made.copy_share,
+        "first_token_seconds": made.first_token_seconds,
+        "decode_seconds": made.decode_seconds,
+        "stopped": made.stopped,
+        "interrupted": made.interrupted,
+        "cut": made.cut,
+    }

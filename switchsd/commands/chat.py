@@ -12,10 +12,10 @@ import typer
 
 from decoding.chat import Chat
 from decoding.modes import MODES, ModeSettings
-from switchsd.live import show_events
+from switchsd.live import show_events, told
 from switchsd.loading import AUTO, LoadConfig, load, measure_costs
 from switchsd.options import UsageError, check_output
-from switchsd.show import bar, notes
+from switchsd.show import AsJson, as_json, bar, notes
 
 HELP = "/reset starts again, /quit (or Ctrl-D) ends; Ctrl-C stops an answer."
 
@@ -34,8 +34,11 @@ def chat(
     probe: Annotated[str, typer.Option(help="Folder, shipped name or hub id of a probe; auto: one that fits.")] = AUTO,
     drafter: Annotated[str, typer.Option(help="Folder of an EAGLE head; auto: one that fits.")] = AUTO,
     trace: Annotated[Path | None, typer.Option(help="Write one record a step to this Parquet file at the end.")] = None,
+    json: AsJson = False,
 ) -> None:
-    """Talk with a target; every turn starts from what the last one has computed. Lines of a pipe are turns too."""
+    """Talk with a target; every turn starts from what the last one has computed. Lines of a pipe are turns too.
+
+    With --json, one object a turn."""
     if mode not in MODES:
         raise UsageError(f"unknown mode {mode!r}: use {', '.join(MODES)}")
     if trace is not None:
@@ -58,6 +61,9 @@ def chat(
                 continue
             if line.startswith("/"):
                 notes.print(f"unknown command {line.split()[0]}: {HELP}")
+                continue
+            if json:
+                as_json({"mode": mode, **told(conversation.send(line)), "reused_tokens": conversation.reused})
                 continue
             show_events(decoder, conversation.stream(line), mode)
             notes.print(f"{conversation.reused} of {conversation.prompt_tokens} prompt tokens were there already")

@@ -49,25 +49,9 @@ def generate(
         "mode": mode, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k,
         "seed": seed, "stop": stop or (),
     }  # fmt: skip
-    found: dict[str, Any]
     if json:
         made = decoder.generate(messages, **options)
-        found = {
-            "text": made.text,
-            "tokens": made.tokens,
-            "sources": made.sources,
-            "prompt_tokens": made.prompt_tokens,
-            "steps": made.steps,
-            "tokens_per_second": made.tokens_per_second,
-            "tokens_per_step": made.tokens_per_step,
-            "copy_share": made.copy_share,
-            "first_token_seconds": made.first_token_seconds,
-            "decode_seconds": made.decode_seconds,
-            "stopped": made.stopped,
-            "interrupted": made.interrupted,
-            "cut": made.cut,
-        }
-        as_json({"mode": mode, "lossless": MODES[mode].lossless, **found})
+        as_json({"mode": mode, "lossless": MODES[mode].lossless, **told(made)})
         interrupted = made.interrupted
     else:
         interrupted = show_events(decoder, decoder.stream(messages, **options), mode)

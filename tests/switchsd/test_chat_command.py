@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,3 +45,11 @@ def test_a_wrong_mode_is_a_usage_error(run: Run, tiny_folder: Path, typed) -> No
     typed("hello\n")
     code, _, told = run("chat", "--target", tiny_folder, "--mode", "fast")
     assert code == 2 and "fast" in told
+
+
+def test_json_is_one_object_a_turn(run: Run, tiny_folder: Path, typed) -> None:  # type: ignore[no-untyped-def]
+    typed("one one\none one\n")
+    code, said, _ = run("chat", "--target", tiny_folder, "--mode", "ar", "--max-new-tokens", "4", "--json")
+    turns = [json.loads(line) for line in said.splitlines()]
+    assert code == 0 and len(turns) == 2
+    assert turns[0]["reused_tokens"] == 0 < turns[1]["reused_tokens"] < turns[1]["prompt_tokens"]
