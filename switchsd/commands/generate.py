@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from decoding.modes import MODES, ModeSettings
-from switchsd.live import show_events
+from switchsd.live import show_events, told
 from switchsd.loading import AUTO, LoadConfig, load, measure_costs
 from switchsd.options import UsageError, check_output
 from switchsd.show import AsJson, as_json, bar
