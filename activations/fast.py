@@ -54,7 +54,7 @@ class _Norm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         length = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
         scale = torch.addcmul(self._eps, length, length, value=self._share).rsqrt_()
-        return torch.mul(x, scale).to(x.dtype).mul_(self.weight)
+        return torch.mul(x, scale, out=torch.empty_like(x)).mul_(self.weight)  # in float32, rounded once
 
 
 @dataclass(frozen=True)
