@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -19,22 +20,28 @@ TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class Product:
-    """One weight [out, in] for all layers of a group, and the result of the latest input."""
+    """One weight [out, in], packed where that is faster, and the result of the latest input for all who share it."""
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        self.weight: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(
-            torch.cat([layer.weight.detach() for layer in layers]), None
-        )
-        biases = [layer.bias for layer in layers]
-        self.bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
-        self._takers = len(layers)
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, takers: int = 1) -> None:
+        """`takers`: how many layers will ask for each result."""
+        self.packed = packs(weight)
+        self.weight: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self.packed else weight
+        self.bias = bias
+        self._takers = takers
         self._left = 0
         self._input: torch.Tensor | None = None
         self._version = 0
         self._output: torch.Tensor | None = None
 
+    @property
+    def dense(self) -> torch.Tensor:
+        """The weight in the usual layout."""
+        return self.weight.to_dense() if self.packed else self.weight
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] -> [..., out] of all layers side by side."""
+        """x [..., in] -> [..., out]."""
+        if not self.packed:
+            return F.linear(x, self.weight, self.bias)
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return out
 
@@ -68,7 +75,7 @@ class PackedLinear(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The weight [out, in] in the usual layout, made for the caller."""
-        return self.product.weight.to_dense()[self.start : self.stop]
+        return self.product.dense[self.start : self.stop]
 
     @property
     def bias(self) -> torch.Tensor | None:  # type: ignore[override]
@@ -101,15 +108,22 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
+def packs(weight: torch.Tensor) -> bool:
+    """Whether packing pays: bfloat16, on a CPU that multiplies it in hardware."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.bfloat16
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
+
+
 def can_pack(module: nn.Module) -> bool:
-    """An ordinary linear layer in bfloat16 on a CPU that multiplies it in hardware."""
+    """An ordinary linear layer whose weight packs, and that nobody watches."""
     return (
         type(module) is nn.Linear
-        and module.weight.device.type == "cpu"
-        and module.weight.dtype == torch.bfloat16
+        and packs(module.weight)
         and not hasattr(module, "_hf_hook")  # spread over devices
         and not (module._forward_hooks or module._forward_pre_hooks)
-        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
 
 
@@ -121,7 +135,9 @@ def pack(model: nn.Module) -> int:
         groups = [names for names in TOGETHER if _alike([children.get(name) for name in names])]
         for names in (*groups, *((name,) for name in children if not any(name in group for group in groups))):
             layers = [children[name] for name in names]
-            product, start = Product(layers), 0
+            weight = torch.cat([layer.weight.detach() for layer in layers])
+            bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
+            product, start = Product(weight, bias, len(layers)), 0
             for name, layer in zip(names, layers, strict=True):
                 stop = start + layer.out_features
                 setattr(parent, name, PackedLinear(product, start, stop))
