@@ -19,7 +19,7 @@ WIDE = 16
 class KVCache(Cache):
     """Keys and values [rows, kv heads, capacity, head dim] per layer, each on its layer's device.
 
-    Grown by a twenty-fifth at a time, so that it holds at most 4 % (or 16 slots) more than its longest row needs: a
+    Grown by a twenty-fifth at a time, so that it holds at most 4 % (or 8 slots) more than its longest row needs: a
     growing step copies the rows, which is a tenth of a per cent of the time of the tokens between two of them.
 
     `lengths[b]` is the number of committed tokens of row b. It lives on the host: it is known there after
@@ -162,7 +162,7 @@ class KVCache(Cache):
     def _reserve(self, layer: int, slots: int) -> None:
         have = self.keys[layer].shape[2]
         if slots > have:
-            want = max(have + max(have // 25, 16), slots) if self.rows < WIDE else (slots + 63) // 64 * 64
+            want = max(have + max(have // 25, 8), slots) if self.rows < WIDE else (slots + 63) // 64 * 64
             grown = []
             for old in (self.keys[layer], self.values[layer]):
                 new = old.new_empty(*old.shape[:2], want, old.shape[3])
