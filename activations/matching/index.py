@@ -4,25 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TypeAlias
 
 from activations.matching.match import MatchConfig, Matches
-
-
-class _Node:
-    """Places whose last `depth` tokens are the same; they are told apart by the token before these."""
-
-    __slots__ = ("children", "count", "depth", "places")
-
-    def __init__(self, depth: int, places: list[int], count: int) -> None:
-        self.depth = depth
-        self.places = places  # the most recent ones, in order
-        self.count = count  # of all; kept only where no node is above
-        self.children: dict[int, _Branch] = {}
-
-
-_Branch: TypeAlias = "_Node | int"
-"""A place alone needs no node."""
 
 
 class SuffixIndex:
@@ -32,10 +15,14 @@ class SuffixIndex:
     branch where they stop agreeing. A new token is one place, and walks down one path: at most
     `max_length - kappa + 1` nodes, mostly one or none. What lies on that path are the matches, so that `find` only
     picks them up from its deep end. Each node keeps its `candidates` most recent places, which is enough: a place
-    is ranked at the deepest node that holds it. Nothing depends on the length of the context.
+    is ranked at the deepest node that holds it. Nothing depends on the length of the context, but for the moments
+    when a dictionary doubles.
 
-    Memory: about 150 bytes a token of new text, up to about 500 where everything occurs again.
+    Memory: about 150 bytes a token of new text, up to about 500 where everything branches.
     """
+
+    # A branch is a number: of a place (0 or more), which needs no node while it is alone, or ~ that of a node. Nodes
+    # are rows of flat arrays, because Python's garbage collector would visit a million small objects again and again.
 
     def __init__(
         self, config: MatchConfig | None = None, tokens: Sequence[int] = (), prompt: int | None = None
@@ -45,9 +32,12 @@ class SuffixIndex:
         self.tokens = array("I")
         """The context so far."""
         self.prompt = len(tokens) if prompt is None else prompt
-        self._keep = self.config.candidates + 1  # the suffix itself is always among them
-        self._heads: dict[bytes, _Branch] = {}
-        self._path: list[_Node] = []  # of the place at the context's end
+        self._heads: dict[bytes, int] = {}  # kappa-gram -> branch
+        self._edges: dict[int, int] = {}  # node << 32 | token before its places -> branch
+        self._depths = array("I")  # of each node
+        self._counts = array("I")  # places of each node, kept only for the tops of the trees
+        self._places: list[array[int]] = []  # the most recent places of each node, in order
+        self._path: list[int] = []  # nodes that hold the context's end
         self.extend(tokens)
 
     def __len__(self) -> int:
@@ -57,37 +47,35 @@ class SuffixIndex:
         """Append tokens (host integers, 0 or more) to the context."""
         if not tokens:
             return
-        kappa, heads = self.config.kappa, self._heads
-        old = len(self.tokens)
+        heads, size = self._heads, self.tokens.itemsize
+        first = max(len(self.tokens) - self.config.kappa + 1, 0)
         self.tokens.extend(tokens)
         self._path = []
-        first = max(old - kappa + 1, 0)
-        size = self.tokens.itemsize
-        grams, width = self.tokens[first:].tobytes(), kappa * size
-        at, end = 0, first + kappa
+        grams, width = self.tokens[first:].tobytes(), self.config.kappa * size
+        known: int | None = None
         for at in range(0, len(grams) - width + 1, size):
-            key = grams[at : at + width]
-            known = heads.get(key)
+            gram = grams[at : at + width]
+            place = first + (at + width) // size
+            known = heads.get(gram)
             if known is None:
-                heads[key] = end
+                heads[gram] = place
             else:
-                head = self._insert(end, known)
-                if head is not known:
-                    heads[key] = head
-            end += 1
-        if len(self.tokens) < kappa or known is None:
+                top = self._insert(place, known)
+                if top != known:
+                    heads[gram] = top
+        if known is None:
             self._path = []
 
     def find(self) -> Matches:
         """The matches of the context as it stands, its last token being the pending one."""
-        end, wanted = len(self.tokens), self.config.candidates
-        if not self._path:
-            return Matches(end, 0, (), (), 0.0)
+        tokens, path, wanted = self.tokens, self._path, self.config.candidates
+        if not path:
+            return Matches(len(tokens), 0, (), (), 0.0)
         starts: list[int] = []
         lengths: list[int] = []
-        for node in reversed(self._path):
-            depth = node.depth
-            for place in node.places[-2::-1]:  # the last one is the context's end
+        for node in reversed(path):
+            depth = self._depths[node]
+            for place in self._places[node][-2::-1]:  # the last one is the context's end
                 if place not in starts:
                     starts.append(place)
                     lengths.append(depth)
@@ -95,12 +83,11 @@ class SuffixIndex:
                         break
             if len(starts) == wanted:
                 break
-        tokens = self.tokens
         first = tokens[starts[0]]
-        agreeing = sum(tokens[p] == first for p in starts)
+        agreeing = sum([tokens[p] == first for p in starts])
         return Matches(
-            end,
-            self._path[0].count - 1,
+            len(tokens),
+            self._counts[path[0]] - 1,
             tuple(starts),
             tuple(lengths),
             agreeing / len(starts),
@@ -118,43 +105,51 @@ class SuffixIndex:
             found.append(piece)
         return found
 
-    def _insert(self, place: int, branch: _Branch) -> _Node:
+    def _insert(self, place: int, branch: int) -> int:
         """Add a place to the tree of its kappa-gram and keep its path; the tree's top, which may be a new one."""
-        tokens, limit, keep = self.tokens, self.config.max_length, self._keep
-        path: list[_Node] = []
-        above, key, known = None, 0, self.config.kappa  # the place agrees with the branch in `known` tokens
+        tokens, edges, depths = self.tokens, self._edges, self._depths
+        limit, keep = self.config.max_length, self.config.candidates + 1  # the context's end is among them
+        path: list[int] = []
+        edge, known = -1, self.config.kappa  # the place agrees with the branch in `known` tokens
         while True:
-            if isinstance(branch, _Node):
-                node = branch
-                if node.depth > known:
-                    other = node.places[-1]
-                    depth = self._agreeing(other, place, known, node.depth)
-                    if depth < node.depth:
-                        node = _Node(depth, branch.places[:], branch.count)
-                        node.children[tokens[other - depth - 1]] = branch
+            if branch < 0 and depths[~branch] == known:
+                node = ~branch
             else:
-                node = _Node(self._agreeing(branch, place, known, limit), [branch], 1)
-                if node.depth < limit and branch > node.depth:
-                    node.children[tokens[branch - node.depth - 1]] = branch
-            if node is not branch and above is not None:
-                above.children[key] = node
+                other, reach = (branch, limit) if branch >= 0 else (self._places[~branch][-1], depths[~branch])
+                depth = self._agreeing(other, place, known, reach)
+                if branch < 0 and depth == reach:
+                    node = ~branch
+                else:
+                    node = self._new_node(depth, branch)
+                    if depth < other and depth < limit:
+                        edges[node << 32 | tokens[other - depth - 1]] = branch
+                    if edge >= 0:
+                        edges[edge] = ~node
             path.append(node)
-            places = node.places
+            places = self._places[node]
             places.append(place)
             if len(places) > 4 * keep:
                 del places[:-keep]
-            depth = node.depth
+            depth = depths[node]
             if depth == limit:
                 break
-            key = tokens[place - depth - 1]
-            following = node.children.get(key)
+            edge = node << 32 | tokens[place - depth - 1]
+            following = edges.get(edge)
             if following is None:
-                node.children[key] = place
+                edges[edge] = place
                 break
-            above, branch, known = node, following, depth + 1
-        path[0].count += 1
+            branch, known = following, depth + 1
+        self._counts[path[0]] += 1
         self._path = path
-        return path[0]
+        return ~path[0]
+
+    def _new_node(self, depth: int, branch: int) -> int:
+        """A node above a branch."""
+        alone = branch >= 0
+        self._depths.append(depth)
+        self._counts.append(1 if alone else self._counts[~branch])
+        self._places.append(array("I", (branch,)) if alone else self._places[~branch][:])
+        return len(self._depths) - 1
 
     def _agreeing(self, earlier: int, later: int, known: int, limit: int) -> int:
         """How many tokens before two places are the same, at most `limit`; `known` of them are."""
