@@ -46,11 +46,12 @@ def _append(
     b = tl.program_id(0)
     end = tl.load(ends + b)
     count = tl.minimum(tl.load(counts + b).to(tl.int32), capacity - end.to(tl.int32))
-    at = tl.arange(0, CHUNK)
-    for first in range(0, width, CHUNK):
+    first, at = 0, tl.arange(0, CHUNK)
+    while first < width:
         inside = first + at < count
         token = tl.load(tokens + b.to(tl.int64) * width + first + at, mask=inside, other=0)
         tl.store(buffer + b.to(tl.int64) * stride + end + first + at, token.to(tl.int32), mask=inside)
+        first += CHUNK
     tl.store(ends + b, end + count)
 
 
