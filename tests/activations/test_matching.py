@@ -224,7 +224,9 @@ def test_nothing_found() -> None:
 def test_a_full_context_is_named(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if backend == "triton":
         kernel = pytest.importorskip("activations.matching.kernel")
-        monkeypatch.setattr(kernel, "append_tokens", lambda buffer, lengths, capacity, tokens, counts: lengths.add_(counts))
+        monkeypatch.setattr(
+            kernel, "append_tokens", lambda buffer, lengths, capacity, tokens, counts: lengths.add_(counts)
+        )
     matcher = DeviceMatcher(2, 4, backend=backend)
     matcher.append(torch.ones(2, 3, dtype=torch.int64), torch.tensor([1, 3]))
     matcher.append(torch.ones(2, 3, dtype=torch.int64), torch.tensor([3, 1]))
