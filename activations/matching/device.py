@@ -102,8 +102,8 @@ class DeviceMatcher:
 
     def find(self) -> TensorMatches:
         """The matches of every context as it stands, its last token being the pending one. With the kernel the
-        result is overwritten by the next call, and both `append` and `find` may be captured in a CUDA graph, whose
-        replays do not notice that a context is full: what does not fit is dropped."""
+        result is overwritten by the next call, and a CUDA graph may hold the call. (It may not hold `append`, which
+        looks out for a full context; `kernel.append_tokens` drops what does not fit.)"""
         if self.backend == "triton":
             from activations.matching.kernel import find_matches
 

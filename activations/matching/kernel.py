@@ -275,22 +275,9 @@ def find_matches(
     rows, capacity = buffer.shape
     w, d = config.candidates, config.depth
     space = workspace or Workspace.of(buffer, config)
-    blocks, wide, found = space.counts.shape[1], triton.next_power_of_2(w), space.matches
+    blocks, found = space.counts.shape[1], space.matches
+    scan(buffer, lengths, config, space)
     with torch.cuda.device_of(buffer):
-        _scan[(rows, blocks)](
-            buffer,
-            lengths,
-            space.keys,
-            space.counts,
-            capacity,
-            blocks,
-            KAPPA=config.kappa,
-            MAX_LENGTH=config.max_length,
-            W=w,
-            WIDE=wide,
-            BLOCK=space.block,
-            num_warps=4 if space.block <= 2048 else 8,
-        )
         _gather[(rows,)](
             buffer,
             lengths,
@@ -307,10 +294,30 @@ def find_matches(
             blocks,
             W=w,
             D=d,
-            WIDE=wide,
+            WIDE=triton.next_power_of_2(w),
             DEPTH=triton.next_power_of_2(d),
             BLOCKS=triton.next_power_of_2(blocks),
             SLOTS=triton.next_power_of_2(blocks * w),
             NODES=triton.next_power_of_2(w * d),
         )
     return found
+
+
+def scan(buffer: torch.Tensor, lengths: torch.Tensor, config: MatchConfig, space: Workspace) -> None:
+    """The first launch of `find_matches`: the best hits of each block, into the workspace."""
+    blocks = space.counts.shape[1]
+    with torch.cuda.device_of(buffer):
+        _scan[(len(buffer), blocks)](
+            buffer,
+            lengths,
+            space.keys,
+            space.counts,
+            buffer.shape[1],
+            blocks,
+            KAPPA=config.kappa,
+            MAX_LENGTH=config.max_length,
+            W=config.candidates,
+            WIDE=triton.next_power_of_2(config.candidates),
+            BLOCK=space.block,
+            num_warps=4 if space.block <= 2048 else 8,
+        )

@@ -29,7 +29,7 @@ class SharedConfig:
     """Most tokens of all candidates together, those of equal prefixes counted once."""
     factor: float = 1.0
     """A candidate has at most this many tokens for each matched one: short matches say little about the far."""
-    occurrences: int = 64
+    occurrences: int = 32
     """Most occurrences counted, the most recent ones."""
     min_share: float = 0.1
     """A token is left out if fewer than this share of the counted occurrences go on to it."""
@@ -170,6 +170,8 @@ class SharedStore:
         """How many tokens before a place, in its own text, are the suffix's last ones."""
         text, at = self._texts[place >> SHIFT], place & 0xFFFFFFFF
         length, limit = self.config.kappa, min(len(suffix), at)
+        if text[at - limit : at] == suffix[len(suffix) - limit :]:
+            return limit
         while length < limit and text[at - length - 1] == suffix[-length - 1]:
             length += 1
         return length
