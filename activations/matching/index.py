@@ -107,15 +107,16 @@ class SuffixIndex:
 
     def _insert(self, place: int, branch: int) -> int:
         """Add a place to the tree of its kappa-gram and keep its path; the tree's top, which may be a new one."""
-        tokens, edges, depths = self.tokens, self._edges, self._depths
+        tokens, edges, depths, rows = self.tokens, self._edges, self._depths, self._places
         limit, keep = self.config.max_length, self.config.candidates + 1  # the context's end is among them
+        full = 4 * keep
         path: list[int] = []
         edge, known = -1, self.config.kappa  # the place agrees with the branch in `known` tokens
         while True:
             if branch < 0 and depths[~branch] == known:
                 node = ~branch
             else:
-                other, reach = (branch, limit) if branch >= 0 else (self._places[~branch][-1], depths[~branch])
+                other, reach = (branch, limit) if branch >= 0 else (rows[~branch][-1], depths[~branch])
                 depth = self._agreeing(other, place, known, reach)
                 if branch < 0 and depth == reach:
                     node = ~branch
@@ -126,9 +127,9 @@ class SuffixIndex:
                     if edge >= 0:
                         edges[edge] = ~node
             path.append(node)
-            places = self._places[node]
+            places = rows[node]
             places.append(place)
-            if len(places) > 4 * keep:
+            if len(places) > full:
                 del places[:-keep]
             depth = depths[node]
             if depth == limit:
