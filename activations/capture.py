@@ -41,7 +41,7 @@ class CaptureConfig:
     """Sites to keep; `*` stands for every block, `eagle` for the sites that an EAGLE-3 head is trained from."""
     source_sites: tuple[str, ...] = ()
     """Sites whose states are also kept where an anchor's match was found: `SITE@source`, of the token that stands
-    there as the anchor does here, and `SITE@candidate`, of the most recent candidate's first token (of the anchor, if
+    there as the anchor does here, and `SITE@candidate`, of the first candidate's first token (of the anchor, if
     that is the pending token itself). Zeros without a match."""
     lookback: bool = False
     """Also keep each head's lookback ratio (its attention to the prompt against that to the text since)."""
@@ -341,7 +341,7 @@ def _last_step(logits: torch.Tensor, ids: Sequence[int], rows: Mapping[str, np.n
     """
     logp = logits.log_softmax(-1)
     top = logits.topk(2, dim=-1).values
-    # The most recent candidate's first token; rows without a match point anywhere and are blanked below.
+    # The first candidate's first token; rows without a match point anywhere and are blanked below.
     candidate = np.asarray(ids)[np.where(rows["match_length"] > 0, rows["position"] + 2 - rows["distance"], 0)]
     following = logp[1:].gather(1, torch.from_numpy(candidate[:-1, None]).to(logp.device))[:, 0].cpu().numpy()
     next_logprob = np.append(following, np.nan).astype(np.float32)

@@ -76,8 +76,8 @@ def document_matches(ids: Sequence[int], positions: Sequence[int], config: Match
 def removal(ids: Sequence[int], matches: Matches, config: CausalConfig | None = None) -> Removal | None:
     """How to take the source away from the context ids[:matches.end]; None where it cannot be.
 
-    The source is every listed occurrence of the suffix that is followed by the most recent candidate's first
-    token: the matched tokens and that token. With one of several left in view, the loss would tell of redundancy,
+    The source is every listed occurrence of the suffix that is followed by the first candidate's first token: the
+    matched tokens and that token. With one of several left in view, the loss would tell of redundancy,
     not of copying. The last `causal_keep` tokens are no source, nor is position 0, where attention rests if it has
     nothing to look at. Where the token to be copied lies among these, there is nothing to be learnt: None.
     """

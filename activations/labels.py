@@ -34,9 +34,9 @@ class LabelConfig:
     kappa: int = 5
     """Shortest suffix match, pending token included."""
     candidates: int = 10
-    """Most candidates tried at an anchor, the most recent first."""
+    """Most candidates tried at an anchor: the longest matches, the most recent of equals first."""
     depth: int = 20
-    """Most tokens of a candidate, and so the largest accepted length."""
+    """Tokens of a candidate, and so the largest accepted length."""
     follow_m: int = 1
     """`follow` is 1 if at least this many tokens of a candidate are accepted."""
 
@@ -107,11 +107,11 @@ def follow_rows(
     position      t, from the last prompt token on
     token         ids[t]
     pending       ids[t+1]
-    match_length  of the longest suffix match among the candidates (up to 32), 0 if there is none
+    match_length  of the longest suffix match (up to 32), 0 if there is none
     occurrences   of the last kappa tokens earlier in the context
-    distance      tokens from the most recent candidate's start to the end of the context
-    agreement     share of candidates whose first token is the most recent one's
-    source        'prompt' or 'output', where the most recent candidate starts; '' without a match
+    distance      tokens from the first candidate's start to the end of the context
+    agreement     share of candidates whose first token is the first one's
+    source        'prompt' or 'output', where the first candidate starts; '' without a match
     accepted      most tokens of a candidate that the target then wrote
     censored      the text was cut while a candidate still agreed: `accepted` is only a lower bound
     follow        `accepted` >= follow_m; -1 without a match or if undecided
@@ -145,7 +145,7 @@ def follow_rows(
         columns["occurrences"][row] = matches.count
         columns["distance"][row] = matches.distance
         columns["agreement"][row] = matches.agreement
-        columns["source"][row] = "prompt" if matches.starts[0] < prompt_length else "output"
+        columns["source"][row] = "prompt" if matches.in_prompt else "output"
         accepted, censored = _accepted(ids, matches.end, matches.starts, config.depth)
         columns["accepted"][row] = accepted
         columns["censored"][row] = censored and not stopped
@@ -168,10 +168,10 @@ def _accepted(ids: list[int], end: int, starts: tuple[int, ...], depth: int) -> 
     """The longest common prefix of a candidate and ids[end:], and whether one still agreed at the text's end."""
     best, undecided = 0, False
     for start in starts:
-        limit = min(depth, end - start)
+        period = end - start  # a candidate that reaches the end goes on from its start
         length = 0
-        while length < limit and end + length < len(ids) and ids[start + length] == ids[end + length]:
+        while length < depth and end + length < len(ids) and ids[start + length % period] == ids[end + length]:
             length += 1
         best = max(best, length)
-        undecided = undecided or (length < limit and end + length == len(ids))
+        undecided = undecided or (length < depth and end + length == len(ids))
     return best, undecided

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 import torch
 
 from activations.matching.index import SuffixIndex
 from activations.matching.match import MatchConfig, Matches
+from activations.matching.shared import SharedMatches, SharedStore
 from decoding.budgets import Budget
 from decoding.request import Request
 from decoding.tree import DraftTree
@@ -68,22 +69,29 @@ class Drafter(Protocol):
 
 
 class CopyDrafter:
-    """Proposes what followed earlier occurrences of the last tokens: the most recent candidates, merged into a
-    trie, the longest match first. Keeps a suffix index of each request on the host."""
+    """Proposes what followed earlier occurrences of the last tokens: the matcher's candidates, merged into a trie.
+    Keeps a suffix index of each request on the host.
+
+    With a shared store, what finished requests wrote is a source too: where its match is longer than any in the
+    context, its candidates come first. What a request has written enters the store when it is closed.
+    """
 
     name = "copy"
     sites: tuple[str, ...] = ()
 
-    def __init__(self, config: MatchConfig | None = None) -> None:
+    def __init__(self, config: MatchConfig | None = None, shared: SharedStore | None = None) -> None:
         self.config = config or MatchConfig()
+        self.shared = shared
         self._indices: dict[Request, SuffixIndex] = {}
         self._matches: dict[Request, Matches] = {}
+        self._foreign: dict[Request, SharedMatches] = {}
 
     def describe(self) -> dict[str, Any]:
-        return {"name": self.name, **asdict(self.config)}
+        shared = {} if self.shared is None else {"shared": asdict(self.shared.config)}
+        return {"name": self.name, **asdict(self.config), **shared}
 
     def start(self, request: Request, features: torch.Tensor | None) -> None:
-        self._indices[request] = SuffixIndex(self.config, request.tokens)
+        self._indices[request] = SuffixIndex(self.config, request.tokens, prompt=len(request.prompt))
 
     def resume(self, request: Request, features: torch.Tensor | None, before: Request, kept: int) -> None:
         self.start(request, features)  # a few microseconds a token
@@ -92,7 +100,13 @@ class CopyDrafter:
         """The suffix matches of the request as it stands."""
         found = self._matches.get(request)
         if found is None:
-            found = self._matches[request] = self._indices[request].find()
+            found = self._indices[request].find()
+            if self.shared is not None and found.longest < self.config.max_length:
+                foreign = self.shared.find(request.tokens[-self.shared.config.max_length :])
+                if foreign.length > found.longest:
+                    self._foreign[request] = foreign
+                    found = replace(found, shared=foreign.length)
+            self._matches[request] = found
         return found
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> list[DraftTree | None]:
@@ -100,24 +114,33 @@ class CopyDrafter:
         for request, budget in zip(requests, budgets, strict=True):
             matches = self.match(request)
             depth = min(budget.depth, request.room)
-            found = self._indices[request].candidates(matches)
-            # The longest match first (the most recent of equals): the first candidate gets most of the budget.
-            best = sorted(range(len(found)), key=lambda i: -matches.lengths[i])
-            candidates = [found[i][:depth] for i in best]
+            found: list[Sequence[int]] = [*self._indices[request].candidates(matches)]
+            if matches.shared:
+                found = [*self._foreign[request].candidates, *found]
+            candidates = [one[:depth] for one in found]
             trees.append(DraftTree.trie(candidates, self.name, budget.nodes) if candidates and depth > 0 else None)
         return trees
 
     def observe(self, request: Request, features: torch.Tensor | None) -> None:
         index = self._indices[request]
         index.extend(request.tokens[len(index) :])
-        self._matches.pop(request, None)
+        self._forget(request)
 
     def select(self, requests: Sequence[Request], rows: Sequence[int], from_position: int) -> None:
-        fresh = {r: SuffixIndex(self.config, requests[row].tokens) for r, row in zip(requests, rows, strict=True)}
+        fresh = {
+            r: SuffixIndex(self.config, requests[row].tokens, prompt=len(requests[row].prompt))
+            for r, row in zip(requests, rows, strict=True)
+        }
         self._indices.update(fresh)
         for request in requests:
-            self._matches.pop(request, None)
+            self._forget(request)
 
     def close(self, request: Request) -> None:
-        self._indices.pop(request, None)
+        self._forget(request)
+        if self._indices.pop(request, None) is not None and self.shared is not None:
+            self.shared.add(request.generated)
+
+    def _forget(self, request: Request) -> None:
+        """What was found for the request holds no longer."""
         self._matches.pop(request, None)
+        self._foreign.pop(request, None)

@@ -61,7 +61,7 @@ class ModeSettings:
     kappa: int | None = None
     """Shortest suffix match that is copied from; by default the one that the probe was chosen for, or 5."""
     candidates: int = 10
-    """Most copy candidates; where there are more, the most recent ones."""
+    """Most copy candidates: the longest matches, the most recent of equals first."""
     depth: int = 20
     """Most tokens of a copy candidate."""
     copy_nodes: int = 12

@@ -32,7 +32,7 @@ class StepRecord:
     match_length: int
     """Length of the longest suffix match among the candidates; 0 = none."""
     match_start: int
-    """Position of the most recent candidate's first token; -1 = none."""
+    """Position of the first candidate's first token; -1 = none."""
     tokens: tuple[int, ...]
     """Drafted tokens, parents before children."""
     parents: tuple[int, ...]

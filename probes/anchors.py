@@ -27,7 +27,7 @@ class Anchor:
     match_length: int
     """Tokens, the pending one included."""
     candidate: int
-    """First token of the most recent candidate."""
+    """First token of the first candidate."""
     genuine: bool
     """The target's next token is that one. Where it is that of another candidate there is no `Anchor`."""
 

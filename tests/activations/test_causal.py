@@ -42,7 +42,12 @@ def expected_source(ids: list[int], end: int, match: MatchConfig, keep: int) -> 
     """The candidate's first token and the source's positions, from the definitions."""
     context = ids[:end]
     k = match.kappa
-    starts = [p for p in range(end - 1, k - 1, -1) if context[p - k : p] == context[end - k :]][: match.candidates]
+
+    def matched(p: int) -> int:
+        return max(n for n in range(1, min(p, match.max_length) + 1) if context[p - n : p] == context[end - n :])
+
+    starts = [p for p in range(k, end) if context[p - k : p] == context[end - k :]]
+    starts = sorted(starts, key=lambda p: (matched(p), p), reverse=True)[: match.candidates]
     if not starts:
         return None
     token, source = context[starts[0]], set[int]()
@@ -50,8 +55,7 @@ def expected_source(ids: list[int], end: int, match: MatchConfig, keep: int) -> 
         if context[p] == token:
             if p >= end - keep:
                 return None
-            length = max(n for n in range(1, min(p, match.max_length) + 1) if context[p - n : p] == context[end - n :])
-            source |= set(range(p - length, p + 1))
+            source |= set(range(p - matched(p), p + 1))
     return token, {j for j in source if 0 < j < end - keep}
 
 

@@ -54,20 +54,23 @@ def expected_row(
     n = t + 2
     context = ids[:n]
     found = [p for p in range(c.kappa, n) if context[p - c.kappa : p] == context[n - c.kappa :]]
-    starts = found[::-1][: c.candidates]
+    limit = max(32, c.kappa)
+
+    def length(p: int) -> int:
+        return max(k for k in range(1, min(p, limit) + 1) if context[p - k : p] == context[-k:])
+
+    starts = sorted(found, key=lambda p: (length(p), p), reverse=True)[: c.candidates]
     accepted, censored = 0, False
     for p in starts:
-        candidate, truth = context[p : p + c.depth], ids[n:]
+        candidate, truth = [context[p + k % (n - p)] for k in range(c.depth)], ids[n:]
         agreed = max(k for k in range(len(candidate) + 1) if candidate[:k] == truth[:k] and k <= len(truth))
         accepted = max(accepted, agreed)
         censored |= agreed == len(truth) < len(candidate) and not stopped
-    limit = max(32, c.kappa)
-    longest = max((k for p in starts for k in range(1, min(p, limit) + 1) if ids[p - k : p] == context[-k:]), default=0)
     row: dict[str, object] = {
         "position": t,
         "token": ids[t],
         "pending": ids[t + 1],
-        "match_length": longest,
+        "match_length": max(map(length, found), default=0),
         "occurrences": len(found),
         "distance": n - starts[0] if starts else 0,
         "agreement": np.float32(np.mean([ids[p] == ids[starts[0]] for p in starts])) if starts else 0.0,

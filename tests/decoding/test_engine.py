@@ -104,6 +104,6 @@ def test_a_gate_sees_the_longest_match_of_the_candidates(small_target) -> None: 
     request.tokens[-1] = 4  # ... 2 3 4 stands at the start, 3 4 more recently
     plan.drafters[0].start(request, None)
     [draft] = engine.draft()
-    assert draft.matches is not None and draft.matches.lengths == (2, 3)
+    assert draft.matches is not None and draft.matches.lengths == (3, 2)
     assert [s.match_length for s in seen] == [3]
     engine.close()

@@ -23,8 +23,6 @@ def test_anchors_are_the_matches_whose_outcome_is_known(ids: list[int], kappa: i
     expected = []
     for t in range(2, len(ids) - 2):
         context = ids[: t + 2]
-        starts = [p for p in range(1, len(context)) if context[p - 1] == context[-1]][::-1][:5]
-        follows = [ids[t + 2] == context[p] for p in starts]
 
         def length(p: int, context: list[int] = context) -> int:
             n = 0
@@ -32,6 +30,9 @@ def test_anchors_are_the_matches_whose_outcome_is_known(ids: list[int], kappa: i
                 n += 1
             return n
 
+        starts = [p for p in range(1, len(context)) if context[p - 1] == context[-1]]
+        starts = sorted(starts, key=lambda p: (length(p), p), reverse=True)[:5]
+        follows = [ids[t + 2] == context[p] for p in starts]
         longest = max(map(length, starts), default=0)
         censored = rows["censored"][rows["position"] == t][0]
         if longest >= kappa and not censored and (follows[0] or not any(follows)):
