@@ -92,7 +92,8 @@ def _eagle(target: Target, drafter: str | os.PathLike[str] | None) -> EagleDraft
     if folder is None:
         return None
     from decoding.eagle.drafter import EagleDrafter
-    from decoding.eagle.head import ChoiceError, load_head
+    from decoding.eagle.formats import load_head
+    from decoding.eagle.head import ChoiceError
 
     theirs, mine = made_for(folder), target.fingerprint.to_dict()
     if isinstance(theirs, dict) and theirs != mine:  # a published head does not say

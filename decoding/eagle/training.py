@@ -222,7 +222,7 @@ def unroll(
         return head.logits(output[counts]), target_logits, known[counts]
 
     position = torch.arange(t).expand(b, t)
-    hidden = head.fc(batch.features)
+    hidden = head.combine(batch.features)
     q, key0, value0 = head.project(hidden, embedding, position)
     output = head.finish(hidden, attend(q, key0, value0, None))
     results = [outcome(output, position, 0)]
@@ -237,7 +237,7 @@ def unroll(
     seen = position[:, None, :] <= root[..., None]  # [B, m, T]
     own = torch.eye(count, dtype=torch.bool).expand(b, count, count)
     keys, values, masks = [key0], [value0], [seen]
-    hidden = output.gather(1, root[..., None].expand(-1, -1, width))
+    hidden = head.carry(output).gather(1, root[..., None].expand(-1, -1, width))
     for step in range(1, steps):
         at = (root + step).clamp(max=t - 1)
         entering = embedding.gather(1, at[..., None].expand(-1, -1, embedding.shape[-1]))
@@ -246,8 +246,9 @@ def unroll(
         values.append(v)
         masks.append(own)
         mask = torch.cat(masks, dim=2)[:, None]
-        hidden = head.finish(hidden, attend(q, torch.cat(keys, 1), torch.cat(values, 1), mask))
-        results.append(outcome(hidden, root, step))
+        output = head.finish(hidden, attend(q, torch.cat(keys, 1), torch.cat(values, 1), mask))
+        hidden = head.carry(output)
+        results.append(outcome(output, root, step))
     return results
 
 

@@ -15,7 +15,7 @@ from test_eagle_head import random_head, reference_outputs
 from activations.sites import eagle_sites, last_site
 from activations.store import CaptureStore, StoreWriter
 from activations.target import Target
-from decoding.eagle.head import load_head
+from decoding.eagle.formats import load_head
 from decoding.eagle.training import (
     Batch,
     EagleTrainConfig,
