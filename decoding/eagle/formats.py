@@ -301,10 +301,9 @@ def _states_read(
         raise HeadError(f"config.json in {folder} has use_aux_hidden_state false, and the weights have an fc: {AGAIN}")
     ids = layer_ids(raw, nested, folder)
     target = given or width
-    if not given and ids and entering != len(ids) * width and entering % len(ids) == 0:
-        target = entering // len(ids)
-    elif not given and not ids and entering not in (3 * width, 4 * width, 5 * width) and entering % 3 == 0:
-        target = entering // 3
+    if not given and entering not in (3 * width, 4 * width, 5 * width):  # the head is not as wide as its target
+        count = len(ids) or 3
+        target = entering // count if entering % count == 0 else width
     if entering % target:
         raise HeadError(
             f"fc in {folder} reads {entering} values, which are no whole number of states of width {target}: "
