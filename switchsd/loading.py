@@ -102,7 +102,12 @@ def _eagle(target: Target, drafter: str | os.PathLike[str] | None) -> EagleDraft
             f"the head in {folder} was trained for another target than {target.name} ({different}): "
             "choose the one that was trained for it, or use --neural none"
         )
-    return EagleDrafter(target, load_head(folder, target.vocab_size))
+    head = load_head(folder, target.vocab_size)
+    if theirs is None:  # nobody has vouched for it
+        from decoding.eagle.selfcheck import ensure_head
+
+        ensure_head(target, head, folder)
+    return EagleDrafter(target, head)
 
 
 def first_fitting(kind: Kind, target: Target) -> Path | None:

@@ -135,13 +135,13 @@ def normal_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def recognise(raw: dict[str, Any], state: dict[str, torch.Tensor]) -> str:
     """Whose format it is: switchsd, speculators, specforge, modelopt or safeailab."""
-    if "switchsd" in raw:
-        return "switchsd"
     if raw.get("speculators_model_type") is not None:
         kind = raw["speculators_model_type"]
         if kind not in ("eagle", "eagle3"):
             raise HeadError(f"a speculators head of the kind {kind!r} cannot be used: there are eagle and eagle3")
         return "speculators"
+    if "switchsd" in raw:
+        return "switchsd"
     modelopt = {"use_aux_hidden_state", "use_last_layernorm", "use_input_layernorm_in_first_layer"}
     nested = raw.get("eagle_config")
     if (isinstance(nested, dict) and "use_last_layernorm" in nested) or modelopt & raw.keys():
