@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 
 from activations.target import Target
 from decoding.budgets import FixedBudget
+from decoding.decoder import Decoder
 from decoding.eagle.drafter import EagleDrafter
 from decoding.eagle.formats import load_head
 from decoding.eagle.head import HeadError, HeadWarning
@@ -370,6 +371,18 @@ def test_a_format_drafts_as_the_reference(name: str, small_target: Callable[...,
     form, spec = CASES[name]
     w = weights(spec)
     check(small_target(), write(tmp_path, form(spec, w)), spec, w)
+
+
+@pytest.mark.parametrize("name", ["eagle 1", "modelopt, three blocks", "speculators, a window", "specforge 3.1"])
+def test_the_text_stays_the_targets_own(name: str, small_target: Callable[..., Target], tmp_path: Path) -> None:
+    """Through the engine, which brings the states of the head's own sites."""
+    form, spec = CASES[name]
+    target = small_target()
+    drafter = EagleDrafter(target, load_head(write(tmp_path, form(spec, weights(spec))), VOCAB))
+    decoder = Decoder(target, neural=drafter)
+    prompts = [[1, 2, 3, 4, 5], [9, 9, 30]]
+    alone, drafted = (decoder.generate(prompts, mode=mode, max_new_tokens=24) for mode in ("ar", "eagle"))
+    assert [g.tokens for g in drafted] == [g.tokens for g in alone]
 
 
 @st.composite
