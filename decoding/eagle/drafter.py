@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from activations.target import Target
 from decoding.budgets import Budget
@@ -123,9 +124,12 @@ class EagleDrafter:
         same = config.own_embedding and _equal(head.embed_tokens.weight, target.embed.weight)
         self.embed = head.embed_tokens if config.own_embedding and not same else target.embed
         self._blocks = [_Weights(block) for block in head.blocks]
-        self._fc = head.fc if config.eagle == 1 or config.features else None
+        # The head itself is not kept: what is joined above is not needed twice.
+        self._fc: nn.Linear | None = head.fc if config.eagle == 1 or config.features else None
         self._head, self._tokens = head.lm_head if config.own_head else None, head.draft_tokens
-        self._combine = head.combine if config.features else target.final_norm
+        self._input_norm = _weight(head, "input_norm")
+        norms: Any = head.fc_norm if config.fc_norm else ()
+        self._state_norms = [norm.weight for norm in norms]
         self._norm = head.norm.weight if config.last_norm else None
         self._act = ACTIVATIONS[config.hidden_act]
         self._angles, self._factor = head.angles, head.rope_factor
@@ -302,7 +306,7 @@ class EagleDrafter:
             self._drop_old(state, len(features))
         base, n = state.fed, len(features)
         ids = torch.tensor(request.tokens[base + 1 : end + 1], device=features.device)
-        x, residual = self._enter(self._combine(features), ids)
+        x, residual = self._enter(self._combined(features), ids)
         cos, sin = self._cos[base:end], self._sin[base:end]
         state.fed = end
         for number, block in enumerate(blocks):
@@ -349,6 +353,21 @@ class EagleDrafter:
             self._store(state, number, x, slot, cos, sin)
             residual = self._finish(state, number, x, residual, lowest, slot + k, cos, sin, mask)
         return residual
+
+    def _combined(self, states: torch.Tensor) -> torch.Tensor:
+        """What rows start from, given what was read of the target."""
+        if not self.config.features:
+            normed: torch.Tensor = self._target.final_norm(states)
+            return normed
+        assert self._fc is not None
+        eps = self.config.rms_norm_eps
+        if self._input_norm is not None:
+            states = rms_norm(states, self._input_norm, eps)
+        if self._state_norms:
+            parts = states.chunk(len(self._state_norms), dim=-1)
+            states = torch.cat([rms_norm(p, w, eps) for p, w in zip(parts, self._state_norms, strict=True)], dim=-1)
+        combined: torch.Tensor = self._fc(states)
+        return combined
 
     def _enter(self, hidden: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What the first block's attention reads, and what its result is added to."""

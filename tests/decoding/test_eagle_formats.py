@@ -6,10 +6,12 @@ a file.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import tempfile
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -583,6 +585,20 @@ def test_a_window_may_be_set_for_a_head_that_has_none(small_target: Callable[...
     expected = reference(w, spec, target, states, tokens, [7])
     assert drafter.forced(request, [7])[1] == DRAFT_TOKENS[expected.argmax()]
     assert drafter.describe()["window"] == 3
+
+
+def test_nothing_is_kept_twice(small_target: Callable[..., Target], tmp_path: Path) -> None:
+    """The file's copy of the target's embedding, and the matrices that were joined."""
+    target = small_target()
+    config, tensors = safeailab(PLAIN, weights(PLAIN))
+    tensors["embed_tokens.weight"] = target.embed.weight.clone()
+    head = load_head(write(tmp_path, (config, tensors)), VOCAB)
+    drafter = EagleDrafter(target, head)
+    assert drafter.embed is target.embed
+    gone = [weakref.ref(head), weakref.ref(head.midlayer.mlp.gate_proj)]
+    del head
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
 
 
 def test_values_that_are_not_finite_are_an_error_and_no_draft(
