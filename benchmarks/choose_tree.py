@@ -25,7 +25,7 @@ from activations.target import Target, load_target
 from decoding.budgets import Budget, FixedBudget, PricedBudget
 from decoding.costs import CostTable, get_costs
 from decoding.eagle.drafter import EagleDrafter
-from decoding.eagle.head import load_head
+from decoding.eagle.formats import load_head
 from decoding.request import Request
 from switchsd.artifacts import shipped
 

@@ -19,6 +19,7 @@ COMMANDS = {
     "capture": "Store hidden states and copy labels of a target's own text.",
     "captures": "Check, describe, merge and export capture stores.",
     "train": "Fit a probe or train an EAGLE-3 head.",
+    "head": "Check an EAGLE head against its target, and export it.",
     "evaluate": "Measure finished probes on a capture store.",
     "report": "Show evaluations as one HTML page.",
     "causality": "Test whether the target uses what a probe reads.",

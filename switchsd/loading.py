@@ -92,7 +92,8 @@ def _eagle(target: Target, drafter: str | os.PathLike[str] | None) -> EagleDraft
     if folder is None:
         return None
     from decoding.eagle.drafter import EagleDrafter
-    from decoding.eagle.head import ChoiceError, load_head
+    from decoding.eagle.formats import load_head
+    from decoding.eagle.head import ChoiceError
 
     theirs, mine = made_for(folder), target.fingerprint.to_dict()
     if isinstance(theirs, dict) and theirs != mine:  # a published head does not say
@@ -101,7 +102,12 @@ def _eagle(target: Target, drafter: str | os.PathLike[str] | None) -> EagleDraft
             f"the head in {folder} was trained for another target than {target.name} ({different}): "
             "choose the one that was trained for it, or use --neural none"
         )
-    return EagleDrafter(target, load_head(folder, target.vocab_size))
+    head = load_head(folder, target.vocab_size)
+    if theirs is None:  # nobody has vouched for it
+        from decoding.eagle.selfcheck import ensure_head
+
+        ensure_head(target, head, folder)
+    return EagleDrafter(target, head)
 
 
 def first_fitting(kind: Kind, target: Target) -> Path | None:

@@ -1,1 +1,1 @@
-"""The EAGLE-3 drafter: a one-block head on the target's own features."""
+"""The EAGLE drafter: heads of every published kind, on the target's own states."""

@@ -1,6 +1,6 @@
-"""Drafting with an EAGLE-3 head: a dynamic tree, grown level by level from the pending token.
+"""Drafting with an EAGLE head: a dynamic tree, grown level by level from the pending token.
 
-The head has one block, so a verified position only leaves a key and a value behind; queries, MLP and logits are
+Of a head with one block a verified position only leaves a key and a value behind; queries, MLP and logits are
 computed for the newest row alone. Features of steps at which another drafter drafted wait until the next proposal
 (lazy catch-up), where they are fed in one call.
 """
@@ -8,33 +8,72 @@ computed for the newest row alone. Features of steps at which another drafter dr
 from __future__ import annotations
 
 import hashlib
+import math
+import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from activations.sites import eagle_sites
 from activations.target import Target
 from decoding.budgets import Budget
-from decoding.eagle.head import EagleHead, HeadError, rms_norm, rotary
+from decoding.eagle.head import ACTIVATIONS, EagleHead, HeadError, HeadWarning, rms_norm
+from decoding.eagle.rope import rotate, table
 from decoding.request import Request
 from decoding.tree import DraftTree
+
+WAITING = 1024
+"""Verified rows that wait at most, where no proposal is asked for: their features are larger than their keys."""
+CHUNK = 256
+"""Rows that pass at once through the lower blocks of a head of several."""
 
 
 @dataclass
 class _State:
     """What the head remembers of a request."""
 
-    keys: torch.Tensor  # [Hkv, capacity, D]
+    keys: torch.Tensor  # [blocks, Hkv, capacity, D]
     values: torch.Tensor
     fed: int = 0  # rows whose keys are there
+    first: int = 0  # the row in slot 0: with a window, older ones are dropped
     waiting: list[torch.Tensor] = field(default_factory=list)  # features of verified positions, not fed yet
 
 
+class _Weights:
+    """A block's weights, those that are used together in one matrix."""
+
+    def __init__(self, block: Any) -> None:
+        attn, mlp = block.self_attn, block.mlp
+        self.q, self.q_bias = attn.q_proj.weight, attn.q_proj.bias
+        self.kv, self.kv_bias = _joined(attn.k_proj, attn.v_proj)
+        self.o, self.o_bias = attn.o_proj.weight, attn.o_proj.bias
+        self.gate_up, self.gate_up_bias = _joined(mlp.gate_proj, mlp.up_proj)
+        self.down, self.down_bias = mlp.down_proj.weight, mlp.down_proj.bias
+        self.hidden_norm = _weight(block, "hidden_norm")
+        self.input_norm = _weight(block, "input_layernorm")
+        self.q_norm, self.k_norm = _weight(attn, "q_norm"), _weight(attn, "k_norm")
+        self.mlp_norm = block.post_attention_layernorm.weight
+
+
+def _weight(module: Any, norm: str) -> Any:
+    """None where the kind of head has no such norm."""
+    return module.get_submodule(norm).weight if hasattr(module, norm) else None
+
+
+def _joined(*linears: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight and bias of linear maps of one input side by side."""
+    weight = torch.cat([linear.weight for linear in linears])
+    if all(linear.bias is None for linear in linears):
+        return weight, None
+    biases = [weight.new_zeros(len(m.weight)) if m.bias is None else m.bias for m in linears]
+    return weight, torch.cat(biases)
+
+
 class EagleDrafter:
-    """Proposes trees from an EAGLE-3 head.
+    """Proposes trees from an EAGLE head of any kind.
 
     `top_k` children are considered for each of `top_k` beams at every level; the tree keeps the best nodes by
     cumulative log-probability.
@@ -42,37 +81,70 @@ class EagleDrafter:
 
     name = "eagle"
 
-    def __init__(self, target: Target, head: EagleHead, top_k: int = 4, sites: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        head: EagleHead,
+        top_k: int = 4,
+        sites: Sequence[str] | None = None,
+        window: int | None = None,
+    ) -> None:
+        """`sites` and `window` (rows that a row sees, 0 = all) are the head's own where they are not given.
+
+        Raises HeadError for a head that does not fit the target.
+        """
         config = head.config
-        if config.feature_width != 3 * target.width or config.hidden_size != target.width:
+        if config.target_width != target.width:
             raise HeadError(
-                f"the head is for states of width {config.feature_width // 3}, the target's are {target.width}: "
+                f"the head is for states of width {config.target_width}, the target's are {target.width}: "
                 "use the head that was trained for this target"
             )
-        self.sites = tuple(sites or eagle_sites(target.blocks))
-        self.config, self.top_k, self.embed = config, top_k, target.embed
+        if config.vocab_size != target.vocab_size:
+            raise HeadError(
+                f"the head is for a vocabulary of {config.vocab_size}, the target has {target.vocab_size}: "
+                "use the head that was trained for this target"
+            )
+        if config.hidden_size != target.width and not config.own_embedding:
+            raise HeadError(
+                f"the head is {config.hidden_size} wide and the target {target.width}, and its files hold no embedding "
+                "(embed_tokens.weight) of its own width: it cannot be used without one"
+            )
+        if not config.own_head and config.hidden_size != target.width:
+            raise HeadError(
+                f"the head is {config.hidden_size} wide, has no output matrix, and the target's takes {target.width}: "
+                "its files lack lm_head.weight"
+            )
+        self.sites = tuple(sites or config.sites(target.blocks))
+        if len(self.sites) != (config.features or 1):
+            raise HeadError(f"the head reads {config.features or 1} states of the target, not {len(self.sites)}")
+        self.config, self.top_k = config, min(top_k, config.draft_vocab_size)
+        self.window = config.window if window is None else window
+        self._target = target
         head = head.to(device=target.device, dtype=target.dtype)
-        block = head.midlayer
-        attn, mlp = block.self_attn, block.mlp
-        self._fc = head.fc.weight
-        self._q = attn.q_proj.weight
-        self._kv = torch.cat([attn.k_proj.weight, attn.v_proj.weight])
-        self._o = attn.o_proj.weight
-        self._gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
-        self._down = mlp.down_proj.weight
-        self._head, self._tokens = head.lm_head.weight, head.draft_tokens
-        self._norms = [n.weight for n in (block.input_layernorm, block.hidden_norm, block.post_attention_layernorm)]
-        self._norm = head.norm.weight
+        same = config.own_embedding and _equal(head.embed_tokens.weight, target.embed.weight)
+        self.embed = head.embed_tokens if config.own_embedding and not same else target.embed
+        self._blocks = [_Weights(block) for block in head.blocks]
+        # The head itself is not kept: what is joined above is not needed twice.
+        self._fc: nn.Linear | None = head.fc if config.eagle == 1 or config.features else None
+        self._head, self._tokens = head.lm_head if config.own_head else None, head.draft_tokens
+        self._input_norm = _weight(head, "input_norm")
+        norms: Any = head.fc_norm if config.fc_norm else ()
+        self._state_norms = [norm.weight for norm in norms]
+        self._norm = head.norm.weight if config.last_norm else None
+        self._act = ACTIVATIONS[config.hidden_act]
+        self._angles, self._factor = head.angles, head.rope_factor
+        self._like = self._blocks[0].q
         self._cos, self._sin = self._table(1024)
         self._states: dict[Request, _State] = {}
+        self._warned = False
 
     # -- the drafter's protocol ---------------------------------------------------------------------
 
     def start(self, request: Request, features: torch.Tensor | None) -> None:
-        config, like = self.config, self._fc
-        longest = self._stretch(request)
-        shape = (config.num_key_value_heads, longest, config.per_head)
-        self._states[request] = _State(like.new_zeros(shape), like.new_zeros(shape))
+        config, longest = self.config, self._stretch(request)
+        slots = min(longest, 2 * self.window + 128) if self.window else longest
+        shape = (config.num_hidden_layers, config.num_key_value_heads, slots, config.per_head)
+        self._states[request] = _State(self._like.new_zeros(shape), self._like.new_zeros(shape))
         self.observe(request, features)
 
     def _stretch(self, request: Request) -> int:
@@ -87,18 +159,24 @@ class EagleDrafter:
         waiting = torch.cat(state.waiting)[: max(kept - state.fed, 0)] if state.waiting else None
         state.waiting = [] if waiting is None or not len(waiting) else [waiting]
         state.fed = min(state.fed, kept)
+        state.first = min(state.first, state.fed)  # what a window has dropped since then stays dropped
         self._stretch(request)
         self.observe(request, features)
 
     def observe(self, request: Request, features: torch.Tensor | None) -> None:
         assert features is not None
-        self._states[request].waiting.append(features)
+        state = self._states[request]
+        state.waiting.append(features)
+        if sum(map(len, state.waiting)) > WAITING:
+            whole = torch.cat(state.waiting)
+            state.waiting = [whole[-1:].clone()]
+            self._feed(request, state, whole[:-1])
 
     def select(self, requests: Sequence[Request], rows: Sequence[int], from_position: int) -> None:
         old = [self._states[r] for r in requests]
         for request, row in zip(requests, rows, strict=True):
-            source = old[row]
-            self._states[request] = _State(source.keys.clone(), source.values.clone(), source.fed, list(source.waiting))
+            s = old[row]
+            self._states[request] = _State(s.keys.clone(), s.values.clone(), s.fed, s.first, list(s.waiting))
 
     def close(self, request: Request) -> None:
         self._states.pop(request, None)
@@ -112,15 +190,34 @@ class EagleDrafter:
     def describe(self) -> dict[str, Any]:
         """What its drafts depend on, for JSON."""
         digest = hashlib.sha256()
-        for weight in (self._fc, self._q, self._gate_up, self._head):
-            digest.update(weight.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        first = self._blocks[0]
+        for weight in (getattr(self._fc, "weight", None), first.q, first.gate_up, getattr(self._head, "weight", None)):
+            if weight is not None:
+                digest.update(weight.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return {
+            **self.config.to_dict(),
             "name": self.name,
             "weights": digest.hexdigest()[:16],
             "top_k": self.top_k,
+            "window": self.window,
             "sites": list(self.sites),
-            **asdict(self.config),
         }
+
+    def forced(self, request: Request, chain: Sequence[int]) -> list[int]:
+        """The head's first choices after the pending token, and after each token of `chain` as if it had drafted it.
+
+        What the self-check asks; leaves nothing behind.
+        """
+        state = self._states[request]
+        output = self._catch_up(request, state)
+        chosen = [self._choices(output)[1][0, 0]]
+        base = state.fed
+        for depth, token in enumerate(chain):
+            visible = torch.ones(1, depth + 1, dtype=torch.bool, device=output.device)
+            ids = torch.tensor([token], device=output.device)
+            output = self._rows(state, self._carried(output), ids, base, depth, visible)
+            chosen.append(self._choices(output)[1][0, 0])
+        return [int(t) for t in self._tokens[torch.stack(chosen)].tolist()]
 
     # -- growing one tree ---------------------------------------------------------------------------
 
@@ -136,14 +233,14 @@ class EagleDrafter:
         tokens = [self._tokens[index[0]]]
         parents = [torch.full_like(index[0], -1)]
         beams = torch.arange(k, device=index.device)  # node numbers of the level's beams
-        hidden = output.expand(k, -1)
+        hidden = self._carried(output).expand(k, -1)
         beam_tokens, beam_scores = tokens[0], cumulative[0]
         visible = torch.empty(k, 0, dtype=torch.bool, device=index.device)  # [k, tree slots so far]
         eye = torch.eye(k, dtype=torch.bool, device=index.device)
         count, depth = k, 1
         while depth < deepest and budget.go_on(beam_scores, depth):
             visible = torch.cat([visible, eye], dim=1)
-            output = self._rows(state, hidden, beam_tokens, base, (depth - 1) * k, visible)
+            output = self._rows(state, hidden, beam_tokens, base, depth - 1, visible)
             logp, index = self._choices(output)  # [k, k]
             scores = (beam_scores[:, None] + logp).flatten()
             tokens.append(self._tokens[index.flatten()])
@@ -154,7 +251,7 @@ class EagleDrafter:
             beams = count + best
             beam_tokens = tokens[-1][best]
             above = best // k
-            hidden, visible = output[above], visible[above]
+            hidden, visible = self._carried(output)[above], visible[above]
             count += k * k
             depth += 1
         return self._prune(budget, *(torch.cat(x) for x in (tokens, parents, single, cumulative)))
@@ -169,80 +266,197 @@ class EagleDrafter:
         place[best] = torch.arange(len(best), device=tokens.device)
         kept = torch.stack([tokens[best], place[parents[best]]])
         listed = kept.tolist()
+        logq = single[best].tolist()
+        if math.isnan(sum(logq)):
+            raise HeadError("the EAGLE head gave values that are not finite")
         return DraftTree(
             listed[0],
             listed[1],
             [self.name] * len(best),
-            single[best].tolist(),
+            logq,
             candidates=(tokens, scores, parents),
         )
 
     def _choices(self, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and draft ids [n, k] of the best next tokens after rows [n, width]."""
-        logits = F.linear(rms_norm(output, self._norm, self.config.rms_norm_eps), self._head).float()
+        if self._norm is not None:
+            output = rms_norm(output, self._norm, self.config.rms_norm_eps)
+        logits = (self._head(output) if self._head is not None else self._target.logits(output)).float()
         best, index = logits.topk(self.top_k, dim=-1)
         return best - logits.logsumexp(-1, keepdim=True), index
+
+    def _carried(self, output: torch.Tensor) -> torch.Tensor:
+        """What the next row starts from, given rows' outputs."""
+        if self.config.norm_output and self._norm is not None:
+            return rms_norm(output, self._norm, self.config.rms_norm_eps)
+        return output
+
+    # -- rows through the blocks --------------------------------------------------------------------
 
     def _catch_up(self, request: Request, state: _State) -> torch.Tensor:
         """Feed all waiting features; the output [1, width] of the newest row."""
         features = state.waiting[0] if len(state.waiting) == 1 else torch.cat(state.waiting)
         state.waiting.clear()
-        end = state.fed + len(features)
-        ids = torch.tensor(request.tokens[state.fed + 1 : end + 1], device=features.device)
-        hidden = F.linear(features, self._fc)
-        x = self._enter(hidden, ids)
-        self._store(state, x, state.fed, torch.arange(state.fed, end, device=ids.device))
+        output = self._feed(request, state, features)
+        longest = self.config.max_position_embeddings
+        if longest and state.fed > longest and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the text is longer than the {longest} tokens that the EAGLE head was trained for: it goes on, and "
+                "fewer of its drafts will be accepted",
+                HeadWarning,
+                stacklevel=2,
+            )
+        return output
+
+    def _feed(self, request: Request, state: _State, features: torch.Tensor) -> torch.Tensor:
+        """Keys and values of verified rows are kept; the output [1, width] of the last of them."""
+        end, blocks = state.fed + len(features), self._blocks
+        if self.window:
+            if len(blocks) == 1 and len(features) >= self.window:  # nothing is left that the older ones could tell
+                features = features[-self.window :]
+                state.first = state.fed = end - self.window
+            self._drop_old(state, len(features))
+        base, n = state.fed, len(features)
+        ids = torch.tensor(request.tokens[base + 1 : end + 1], device=features.device)
+        x, residual = self._enter(self._combined(features), ids)
+        cos, sin = self._cos[base:end], self._sin[base:end]
         state.fed = end
-        return self._finish(state, x[-1:], hidden[-1:], end, end - 1, None)
+        for number, block in enumerate(blocks):
+            if number:
+                x = rms_norm(residual, block.input_norm, self.config.rms_norm_eps)
+            self._store(state, number, x, base - state.first, cos, sin)
+            if number == len(blocks) - 1:
+                lowest = max(0, end - self.window - state.first) if self.window else 0
+                return self._finish(
+                    state, number, x[-1:], residual[-1:], lowest, end - state.first, cos[-1:], sin[-1:], None
+                )
+            parts = []
+            for a in range(0, n, CHUNK):
+                b = min(a + CHUNK, n)
+                rows = torch.arange(base + a, base + b, device=ids.device)[:, None]
+                seen = torch.arange(state.first, base + b, device=ids.device)
+                mask = seen <= rows
+                if self.window:
+                    mask &= seen > rows - self.window
+                last = base + b - state.first
+                parts.append(self._finish(state, number, x[a:b], residual[a:b], 0, last, cos[a:b], sin[a:b], mask))
+            residual = torch.cat(parts)
+        raise AssertionError("a head has a block")
 
     def _rows(
-        self, state: _State, hidden: torch.Tensor, tokens: torch.Tensor, base: int, offset: int, visible: torch.Tensor
+        self, state: _State, hidden: torch.Tensor, tokens: torch.Tensor, base: int, level: int, visible: torch.Tensor
     ) -> torch.Tensor:
-        """Outputs [k, width] of one level's beams; their keys go to the slots base + offset and on."""
+        """Outputs [k, width] of one level's beams, all at position base + level; `visible` [k, (level + 1) * k] are the
+        tree's rows so far. Their keys go to the slots behind the committed ones."""
         k = len(tokens)
-        position = base + offset // k  # all beams of a level stand at one position
-        x = self._enter(hidden, tokens)
-        self._store(state, x, base + offset, torch.full((k,), position, device=tokens.device))
-        committed = torch.ones(k, base, dtype=torch.bool, device=tokens.device)
-        return self._finish(state, x, hidden, base + offset + k, position, torch.cat([committed, visible], dim=1))
+        position, committed = base + level, base - state.first
+        slot = committed + level * k
+        cos, sin = self._cos[position : position + 1], self._sin[position : position + 1]
+        lowest = 0
+        if self.window:
+            old = max(0, position + 1 - self.window - base)  # levels of the tree that are out of sight
+            lowest = min(max(0, position + 1 - self.window - state.first), committed) + old * k
+            visible = visible[:, old * k :]
+        mask = torch.cat([visible.new_ones(k, max(0, committed - lowest)), visible], dim=1)
+        x, residual = self._enter(hidden, tokens)
+        for number, block in enumerate(self._blocks):
+            if number:
+                x = rms_norm(residual, block.input_norm, self.config.rms_norm_eps)
+            self._store(state, number, x, slot, cos, sin)
+            residual = self._finish(state, number, x, residual, lowest, slot + k, cos, sin, mask)
+        return residual
 
-    def _enter(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def _combined(self, states: torch.Tensor) -> torch.Tensor:
+        """What rows start from, given what was read of the target."""
+        if not self.config.features:
+            normed: torch.Tensor = self._target.final_norm(states)
+            return normed
+        assert self._fc is not None
         eps = self.config.rms_norm_eps
-        embedding = self.embed(tokens)
-        return torch.cat([rms_norm(embedding, self._norms[0], eps), rms_norm(hidden, self._norms[1], eps)], dim=-1)
+        if self._input_norm is not None:
+            states = rms_norm(states, self._input_norm, eps)
+        if self._state_norms:
+            parts = states.chunk(len(self._state_norms), dim=-1)
+            states = torch.cat([rms_norm(p, w, eps) for p, w in zip(parts, self._state_norms, strict=True)], dim=-1)
+        combined: torch.Tensor = self._fc(states)
+        return combined
 
-    def _store(self, state: _State, x: torch.Tensor, slot: int, positions: torch.Tensor) -> None:
-        config = self.config
+    def _enter(self, hidden: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the first block's attention reads, and what its result is added to."""
+        eps, block = self.config.rms_norm_eps, self._blocks[0]
+        embedding = self.embed(tokens)
+        if self.config.eagle == 1:
+            assert self._fc is not None
+            hidden = self._fc(torch.cat([embedding, hidden], dim=-1))
+            return (hidden if block.input_norm is None else rms_norm(hidden, block.input_norm, eps)), hidden
+        normed = rms_norm(hidden, block.hidden_norm, eps)
+        x = torch.cat([rms_norm(embedding, block.input_norm, eps), normed], dim=-1)
+        return x, normed if self.config.norm_before_residual else hidden
+
+    def _store(
+        self, state: _State, number: int, x: torch.Tensor, slot: int, cos: torch.Tensor, sin: torch.Tensor
+    ) -> None:
+        """Keys and values of rows [n, width] go to the slots from `slot` on."""
+        config, block = self.config, self._blocks[number]
         end = slot + len(x)
-        if end > state.keys.shape[1]:
-            more = max(end, 2 * state.keys.shape[1]) - state.keys.shape[1]
+        if end > state.keys.shape[2]:
+            more = max(end, 2 * state.keys.shape[2]) - state.keys.shape[2]
             state.keys, state.values = (F.pad(t, (0, 0, 0, more)) for t in (state.keys, state.values))
-        k, v = F.linear(x, self._kv).view(len(x), 2, config.num_key_value_heads, config.per_head).unbind(1)
-        state.keys[:, slot:end] = self._rotate(k, positions).transpose(0, 1)
-        state.values[:, slot:end] = v.transpose(0, 1)
+        kv = F.linear(x, block.kv, block.kv_bias).view(len(x), 2, config.num_key_value_heads, config.per_head)
+        k, v = kv.unbind(1)
+        if block.k_norm is not None:
+            k = rms_norm(k, block.k_norm, config.rms_norm_eps)
+        state.keys[number, :, slot:end] = rotate(k, cos, sin).transpose(0, 1)
+        state.values[number, :, slot:end] = v.transpose(0, 1)
 
     def _finish(
-        self, state: _State, x: torch.Tensor, hidden: torch.Tensor, end: int, position: int, mask: torch.Tensor | None
+        self,
+        state: _State,
+        number: int,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        lowest: int,
+        end: int,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        config, n = self.config, len(x)
-        at = torch.full((n,), position, device=x.device)
-        q = self._rotate(F.linear(x, self._q).view(n, config.num_attention_heads, config.per_head), at)
-        groups = config.num_attention_heads // config.num_key_value_heads
+        """The block's output [n, width]: its rows attend to the slots from `lowest` to before `end`."""
+        config, block, n = self.config, self._blocks[number], len(x)
+        heads, keys, dim = config.num_attention_heads, config.num_key_value_heads, config.per_head
+        q = F.linear(x, block.q, block.q_bias).view(n, heads, dim)
+        if block.q_norm is not None:
+            q = rms_norm(q, block.q_norm, config.rms_norm_eps)
+        q = rotate(q, cos, sin)
+        groups = heads // keys
         # Groups folded into query rows: each key head is read once for all of its query heads.
-        q = q.view(n, -1, groups, config.per_head).permute(1, 2, 0, 3).reshape(1, -1, groups * n, config.per_head)
+        q = q.view(n, keys, groups, dim).permute(1, 2, 0, 3).reshape(1, keys, groups * n, dim)
         fold = mask.repeat(groups, 1)[None, None] if mask is not None else None
-        out = F.scaled_dot_product_attention(q, state.keys[None, :, :end], state.values[None, :, :end], attn_mask=fold)
-        out = out.view(-1, groups, n, config.per_head).permute(2, 0, 1, 3).reshape(n, -1)
-        hidden = hidden + F.linear(out, self._o)
-        gate, up = F.linear(rms_norm(hidden, self._norms[2], config.rms_norm_eps), self._gate_up).chunk(2, dim=-1)
-        return hidden + F.linear(F.silu(gate) * up, self._down)
+        k, v = state.keys[number, None, :, lowest:end], state.values[number, None, :, lowest:end]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=fold)
+        out = out.view(keys, groups, n, dim).permute(2, 0, 1, 3).reshape(n, heads * dim)
+        hidden = residual + F.linear(out, block.o, block.o_bias)
+        inner = rms_norm(hidden, block.mlp_norm, config.rms_norm_eps)
+        gate, up = F.linear(inner, block.gate_up, block.gate_up_bias).chunk(2, dim=-1)
+        return hidden + F.linear(self._act(gate) * up, block.down, block.down_bias)
 
-    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        cos, sin = self._cos[positions], self._sin[positions]
-        half = x.shape[-1] // 2
-        return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin
+    def _drop_old(self, state: _State, more: int) -> None:
+        """Move the rows that are still in sight to the front, where `more` would not fit behind them."""
+        held = state.fed - state.first
+        if held + more <= state.keys.shape[2] or held <= self.window:
+            return
+        for kept in (state.keys, state.values):
+            kept[:, :, : self.window] = kept[:, :, held - self.window : held].clone()
+        state.first = state.fed - self.window
 
     def _table(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        positions = torch.arange(length, device=self._fc.device)
-        cos, sin = rotary(positions, self.config.per_head, self.config.rope_theta)
-        return cos.to(self._fc.dtype), sin.to(self._fc.dtype)
+        """cos and sin [length, 1, D]."""
+        positions = torch.arange(length, device=self._like.device)
+        cos, sin = table(positions, self._angles, self._factor)
+        return cos.to(self._like.dtype), sin.to(self._like.dtype)
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """The head's copy of the target's embedding need not be kept twice."""
+    return b.device.type != "meta" and a.shape == b.shape and torch.equal(a, b.to(a))

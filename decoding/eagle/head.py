@@ -1,25 +1,40 @@
-"""The EAGLE-3 head: one decoder block that drafts from the target's features.
+"""The EAGLE head: a decoder block or a few that draft from the target's own states.
 
-Row i pairs the feature of token i with the embedding of token i+1 and predicts token i+2; its RoPE position is i.
-A feature is either the concatenation of three target states, which `fc` maps to the head's width, or the head's
-own output at the row before (pre-norm). Architecture and checkpoint format: EAGLE-3 (arXiv 2503.01840) and the
-published SafeAILab checkpoints.
+Row i pairs the state of token i with the embedding of token i+1 and predicts token i+2; its RoPE position is i.
+
+EAGLE-3 (arXiv 2503.01840): a row's state is several target states side by side, which `fc` maps to the head's
+width, or what the head gave at the row before. The first block reads the normed embedding beside the normed state.
+EAGLE-1 and -2 (arXiv 2401.15077): the state is the target's last normed one; `fc` maps embedding and state to the
+block's input, and the target's own output matrix gives the logits.
+
+Names are the published ones; `decoding.eagle.formats` reads the files.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
+from activations.sites import eagle_sites, last_site
+from decoding.eagle.rope import KINDS, NEEDED, frequencies, rotate, table
+
 AGAIN = "train the head again with `switchsd train eagle`, or download it again"
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
 
 
 class HeadError(Exception):
@@ -30,15 +45,20 @@ class ChoiceError(HeadError):
     """A head that was named and is not there, or one of another target."""
 
 
+class HeadWarning(UserWarning):
+    """Something about a head that does not stop it, and that may well lower what it is worth."""
+
+
 @dataclass(frozen=True)
 class HeadConfig:
-    """The keys of a published EAGLE-3 `config.json` that the head needs."""
+    """Sizes, and the places in which the published kinds differ. Keys of a published `config.json` keep their names."""
 
     hidden_size: int
     intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
     vocab_size: int
+    """The target's."""
     draft_vocab_size: int
     head_dim: int = 0
     """0: hidden_size / num_attention_heads."""
@@ -46,95 +66,204 @@ class HeadConfig:
     rope_theta: float = 10000.0
     target_hidden_size: int = 0
     """Width of the target's states; 0: the head's own width."""
+    num_hidden_layers: int = 1
+    """Blocks; only the first one reads the embedding."""
+    eagle: int = 3
+    """3, or 1 for EAGLE-1 and EAGLE-2, whose weights are alike."""
+    features: int = 3
+    """Target states that `fc` reads side by side; 0: the target's last normed state alone, and EAGLE-3 has no `fc`."""
+    layer_ids: tuple[int, ...] = ()
+    """The states are those entering these blocks (`hidden_states[k]`); empty: the usual three."""
+    norm_before_residual: bool = False
+    """EAGLE-3: the first block adds its attention to the normed state and not to the state."""
+    norm_before_fc: bool = False
+    """One norm (`input_norm`) over all target states side by side."""
+    fc_norm: bool = False
+    """A norm (`fc_norm.k`) for each target state."""
+    norm_output: bool = False
+    """The next row gets the normed output and not the output."""
+    first_norm: bool = True
+    """EAGLE-1: the first block norms its input; the published ones do not."""
+    last_norm: bool = True
+    """There is a norm before the output matrix; EAGLE-1 has none."""
+    own_head: bool = True
+    """It has an output matrix of its own; else the target's."""
+    own_embedding: bool = False
+    """It has an embedding of its own; else the target's."""
+    qk_norm: bool = False
+    """Queries and keys are normed, head by head."""
+    biases: tuple[str, ...] = ()
+    """Linear maps that have a bias."""
+    hidden_act: str = "silu"
+    window: int = 0
+    """A row sees this many rows, itself included; 0: all."""
+    max_position_embeddings: int = 0
+    """How long the texts were that it was trained for; 0: unknown. Positions behind it are right, the drafts worse."""
+    rope_scaling: dict[str, Any] | None = None
+    """`rope_type` and its numbers."""
+
+    def __post_init__(self) -> None:
+        optional = ("target_hidden_size", "head_dim", "features", "window", "max_position_embeddings")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if f.type == "int" and (not whole or value < (0 if f.name in optional else 1)):
+                raise HeadError(f"config.json of an EAGLE head has {f.name} {value!r}, which is no size: {AGAIN}")
+            if f.type == "float" and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
+                raise HeadError(f"config.json of an EAGLE head has {f.name} {value!r}, which is no number: {AGAIN}")
+            if f.type == "bool" and not isinstance(value, bool):
+                raise HeadError(f"config.json of an EAGLE head has {f.name} {value!r}: it is true or false: {AGAIN}")
+        if self.eagle not in (1, 3):
+            raise HeadError(f"eagle is {self.eagle}; it is 3, or 1 for EAGLE-1 and EAGLE-2")
+        if self.hidden_act not in ACTIVATIONS:
+            raise HeadError(f"the head's hidden_act is {self.hidden_act!r}: there are {', '.join(ACTIVATIONS)}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise HeadError(
+                f"the head has {self.num_attention_heads} query heads and {self.num_key_value_heads} key heads, "
+                f"which must divide them: {AGAIN}"
+            )
+        if self.per_head % 2 or not self.per_head:
+            raise HeadError(f"the head's head_dim is {self.per_head}; rotary positions need an even one: {AGAIN}")
+        if self.layer_ids and len(self.layer_ids) != self.features:
+            raise HeadError(
+                f"the head's config.json names the layers {list(self.layer_ids)}, "
+                f"and its fc reads {self.features} states"
+            )
+        kind = (self.rope_scaling or {}).get("rope_type", "default")
+        if kind not in KINDS:
+            raise HeadError(f"the head's rope_scaling is of type {kind!r}: there are {', '.join(KINDS)}")
+        lacks = [k for k in NEEDED.get(kind, ()) if not isinstance((self.rope_scaling or {}).get(k), (int, float))]
+        if lacks:
+            raise HeadError(f"the head's rope_scaling of type {kind!r} lacks {', '.join(lacks)}: {AGAIN}")
 
     @property
     def per_head(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
-    def feature_width(self) -> int:
-        return 3 * (self.target_hidden_size or self.hidden_size)
+    def target_width(self) -> int:
+        return self.target_hidden_size or self.hidden_size
 
-    @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> HeadConfig:
-        known = {f.name for f in fields(cls)}
-        values = {k: v for k, v in raw.items() if k in known and v is not None}
-        rope = raw.get("rope_parameters") or {}
-        if "rope_theta" not in values and "rope_theta" in rope:
-            values["rope_theta"] = rope["rope_theta"]
-        for name, value in values.items():
-            if not isinstance(value, (int, float)):
-                raise HeadError(f"config.json of an EAGLE-3 head has {name} {value!r}, which is no number: {AGAIN}")
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise HeadError(f"config.json lacks a key of an EAGLE-3 head: {error}") from error
+    @property
+    def feature_width(self) -> int:
+        """Width of what a row reads of the target."""
+        return (self.features or 1) * self.target_width
+
+    def sites(self, blocks: int) -> tuple[str, ...]:
+        """The sites of a target with so many blocks that the head reads. Raises HeadError where it has not got them."""
+        if not self.features:
+            return (last_site(blocks),)
+        if not self.layer_ids:
+            if self.features != 3:
+                raise HeadError(
+                    f"the head reads {self.features} states of the target and does not say which: "
+                    "add eagle_aux_hidden_state_layer_ids (k = what enters block k) to its config.json"
+                )
+            try:
+                return tuple(eagle_sites(blocks))
+            except ValueError as error:
+                raise HeadError(str(error)) from error
+        outside = [k for k in self.layer_ids if not 0 <= k <= blocks]
+        if outside:
+            raise HeadError(
+                f"the head reads layer {outside[0]} and the target has {blocks} blocks: it was trained for another one"
+            )
+        return tuple(f"resid_pre.{k}" if k < blocks else last_site(blocks) for k in self.layer_ids)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: the sizes, and whatever else is not as in a plain EAGLE-3 head."""
+        out = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.default is MISSING or value != f.default or f.name in PLAIN:
+                out[f.name] = list(value) if isinstance(value, tuple) else value
+        return out
+
+
+PLAIN = ("head_dim", "rms_norm_eps", "rope_theta", "target_hidden_size")
+"""Keys that are written whatever their value is."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-def rotary(positions: torch.Tensor, dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [..., 1, dim] of positions [...], in the half-split layout of Llama."""
-    frequency = theta ** (-torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32) / dim)
-    angle = positions[..., None].float() * frequency
-    angle = torch.cat([angle, angle], dim=-1)[..., None, :]
-    return angle.cos(), angle.sin()
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply rotary embedding to x [..., heads, dim]."""
-    half = x.shape[-1] // 2
-    turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
-    return x * cos.to(x.dtype) + turned * sin.to(x.dtype)
-
-
 class _Attention(nn.Module):
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: HeadConfig, entering: int) -> None:
         super().__init__()
-        width, dim = config.hidden_size, config.per_head
-        self.q_proj = nn.Linear(2 * width, config.num_attention_heads * dim, bias=False)
-        self.k_proj = nn.Linear(2 * width, config.num_key_value_heads * dim, bias=False)
-        self.v_proj = nn.Linear(2 * width, config.num_key_value_heads * dim, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * dim, width, bias=False)
+        heads, keys, dim = config.num_attention_heads, config.num_key_value_heads, config.per_head
+        for name, out in (("q_proj", heads * dim), ("k_proj", keys * dim), ("v_proj", keys * dim)):
+            setattr(self, name, nn.Linear(entering, out, bias=name in config.biases))
+        self.o_proj = nn.Linear(heads * dim, config.hidden_size, bias="o_proj" in config.biases)
+        if config.qk_norm:
+            self.q_norm, self.k_norm = nn.RMSNorm(dim, config.rms_norm_eps), nn.RMSNorm(dim, config.rms_norm_eps)
 
 
 class _Mlp(nn.Module):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        width, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(width, inner, bias="gate_proj" in config.biases)
+        self.up_proj = nn.Linear(width, inner, bias="up_proj" in config.biases)
+        self.down_proj = nn.Linear(inner, width, bias="down_proj" in config.biases)
 
 
 class _Block(nn.Module):
-    def __init__(self, config: HeadConfig) -> None:
+    """`input_layernorm` norms the embedding in the first block of EAGLE-3, and the block's input elsewhere."""
+
+    def __init__(self, config: HeadConfig, first: bool) -> None:
         super().__init__()
-        norm = (config.hidden_size, config.rms_norm_eps)
-        self.hidden_norm, self.input_layernorm = nn.RMSNorm(*norm), nn.RMSNorm(*norm)
-        self.self_attn = _Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(*norm)
+        width, eps = config.hidden_size, config.rms_norm_eps
+        beside = first and config.eagle == 3
+        if beside:
+            self.hidden_norm = nn.RMSNorm(width, eps)
+        if beside or not first or config.first_norm:
+            self.input_layernorm = nn.RMSNorm(width, eps)
+        self.self_attn = _Attention(config, 2 * width if beside else width)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps)
         self.mlp = _Mlp(config)
 
 
 class EagleHead(nn.Module):
-    """Parameters under the published names; `project` and `finish` are the parts that training composes."""
+    """Parameters under the published names. Training composes `combine`, `project`, `finish`, `carry` and `logits`
+    (of a head that `trainable` passes); drafting reads the weights."""
 
     d2t: torch.Tensor
     """[draft vocabulary]: target id = draft id + d2t[draft id]."""
     t2d: torch.Tensor
     """[vocabulary] bool: the target ids that the draft vocabulary has."""
+    format = "switchsd"
+    """Whose files it came from."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(config.feature_width, config.hidden_size, bias=False)
-        self.midlayer = _Block(config)
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        width, eps = config.hidden_size, config.rms_norm_eps
+        if config.eagle == 1:
+            self.fc = nn.Linear(width + config.target_width, width, bias="fc" in config.biases)
+        elif config.features:
+            self.fc = nn.Linear(config.feature_width, width, bias="fc" in config.biases)
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(config.feature_width, eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(config.target_width, eps) for _ in range(config.features))
+        self.midlayer = _Block(config, first=True)
+        self.layers = nn.ModuleDict({str(k): _Block(config, first=False) for k in range(1, config.num_hidden_layers)})
+        if config.last_norm:
+            self.norm = nn.RMSNorm(width, eps)
+        if config.own_head:
+            self.lm_head = nn.Linear(width, config.draft_vocab_size, bias="lm_head" in config.biases)
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, width)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+        self.angles, self.rope_factor = frequencies(
+            config.per_head, config.rope_theta, config.rope_scaling, config.max_position_embeddings
+        )
+
+    @property
+    def blocks(self) -> list[_Block]:
+        return [self.midlayer, *self.layers.values()]  # type: ignore[list-item]
 
     @property
     def draft_tokens(self) -> torch.Tensor:
@@ -142,10 +271,37 @@ class EagleHead(nn.Module):
         return torch.arange(self.config.draft_vocab_size, device=self.d2t.device) + self.d2t
 
     def set_vocabulary(self, tokens: torch.Tensor) -> None:
-        """Draft id k stands for target id tokens[k] (increasing)."""
+        """Draft id k stands for target id tokens[k]."""
         self.d2t.copy_(tokens - torch.arange(len(tokens), device=tokens.device))
         self.t2d.zero_()
         self.t2d[tokens] = True
+
+    # -- the parts that training composes -----------------------------------------------------------
+
+    def check_trainable(self) -> None:
+        """Raise HeadError unless training can go on from this head."""
+        c = self.config
+        reasons = {
+            "is an EAGLE-1 or -2 head": c.eagle == 1,
+            "reads the target's last state only": not c.features,
+            f"has {c.num_hidden_layers} blocks": c.num_hidden_layers > 1,
+            "has no output matrix of its own": not c.own_head,
+            "has an embedding of its own": c.own_embedding,
+            "sees a window of rows only": c.window > 0,
+        }
+        for what, holds in reasons.items():
+            if holds:
+                raise HeadError(f"training cannot go on from a head that {what}: use an EAGLE-3 head of one block")
+
+    def combine(self, states: torch.Tensor) -> torch.Tensor:
+        """Target states side by side [..., features * target width] -> what a row starts from [..., width]."""
+        if self.config.norm_before_fc:
+            states = self.input_norm(states)
+        if self.config.fc_norm:
+            parts = states.chunk(self.config.features, dim=-1)
+            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        combined: torch.Tensor = self.fc(states)
+        return combined
 
     def project(
         self, hidden: torch.Tensor, embedding: torch.Tensor, positions: torch.Tensor
@@ -153,99 +309,49 @@ class EagleHead(nn.Module):
         """Rotated queries [..., H, D] and keys [..., Hkv, D], and values, of rows [..., width]."""
         layer, dim = self.midlayer, self.config.per_head
         x = torch.cat([layer.input_layernorm(embedding), layer.hidden_norm(hidden)], dim=-1)
-        attn = layer.self_attn
+        attn: Any = layer.self_attn
         q, k, v = (linear(x).unflatten(-1, (-1, dim)) for linear in (attn.q_proj, attn.k_proj, attn.v_proj))
-        cos, sin = rotary(positions, dim, self.config.rope_theta)
+        if self.config.qk_norm:
+            q, k = attn.q_norm(q), attn.k_norm(k)
+        cos, sin = table(positions, self.angles, self.rope_factor)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The block's output [..., width] (the next row's feature) from its input and attention result."""
+        """The block's output [..., width] from its input and attention result."""
         layer = self.midlayer
+        if self.config.norm_before_residual:
+            hidden = layer.hidden_norm(hidden)
         hidden = hidden + layer.self_attn.o_proj(attended)
         mlp, x = layer.mlp, layer.post_attention_layernorm(hidden)
-        return hidden + mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
+        return hidden + mlp.down_proj(ACTIVATIONS[self.config.hidden_act](mlp.gate_proj(x)) * mlp.up_proj(x))
+
+    def carry(self, output: torch.Tensor) -> torch.Tensor:
+        """What the next row starts from, given a row's output."""
+        return self.norm(output) if self.config.norm_output else output
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:
         """Logits over the draft vocabulary."""
-        logits: torch.Tensor = self.lm_head(self.norm(output))
+        logits: torch.Tensor = self.lm_head(self.norm(output) if self.config.last_norm else output)
         return logits
 
     # -- files --------------------------------------------------------------------------------------
 
     def save(self, folder: Path, **extra: object) -> None:
-        """Write config.json and model.safetensors in the published layout, both or, on a full disk, neither."""
-        folder.mkdir(parents=True, exist_ok=True)
-        state = {
-            k: v.to(torch.bfloat16).contiguous() if v.is_floating_point() else v for k, v in self.state_dict().items()
-        }
-        save_file(state, folder / "model.safetensors.tmp")
+        """Write config.json and model.safetensors; a plain EAGLE-3 head is then one of SafeAILab's format."""
         config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
-        values = asdict(self.config)
+        values = self.config.to_dict()
         values["head_dim"] = self.config.per_head
-        values["target_hidden_size"] = self.config.feature_width // 3
-        (folder / "config.json.tmp").write_text(json.dumps({**config, **values, **extra}, indent=2) + "\n")
-        for name in ("model.safetensors", "config.json"):
-            os.replace(folder / f"{name}.tmp", folder / name)
+        values["target_hidden_size"] = self.config.target_width
+        if self.config.layer_ids:
+            values["eagle_aux_hidden_state_layer_ids"] = values.pop("layer_ids")
+        write(folder, self.state_dict(), {**config, **values, **extra})
 
 
-def load_head(folder: Path, target_vocab: int) -> EagleHead:
-    """Load a SafeAILab-format EAGLE-3 checkpoint (safetensors, or `pytorch_model.bin` read as weights only)."""
-    config_file = folder / "config.json"
-    if not config_file.is_file():
-        raise ChoiceError(f"{folder} holds no EAGLE-3 head: config.json is missing: give the folder of one")
-    try:
-        raw = json.loads(config_file.read_text(encoding="utf-8"))
-        if not isinstance(raw, dict):
-            raise ValueError("it holds no object")
-    except (OSError, ValueError) as error:
-        raise HeadError(f"{config_file} is damaged ({error}): {AGAIN}") from error
-    state = _tensors(folder)
-    state = {k.removeprefix("model.").replace("layers.0.", "midlayer."): v for k, v in state.items()}
-    state.pop("embed_tokens.weight", None)  # the target's own embedding is used
-    missing = [k for k in ("fc.weight", "lm_head.weight", "midlayer.hidden_norm.weight") if k not in state]
-    if missing:
-        raise HeadError(f"{folder} is not an EAGLE-3 head: {', '.join(missing)} missing (EAGLE-1/2 is not supported)")
-    raw.setdefault("vocab_size", target_vocab)
-    raw["draft_vocab_size"] = state["lm_head.weight"].shape[0]
-    raw["target_hidden_size"] = state["fc.weight"].shape[1] // 3
-    config = HeadConfig.from_dict(raw)
-    if config.vocab_size != target_vocab:
-        raise HeadError(
-            f"the head in {folder} is for a vocabulary of {config.vocab_size}, the target has {target_vocab}: "
-            "use the head that was trained for this target"
-        )
-    if "d2t" not in state:
-        if config.draft_vocab_size != config.vocab_size:
-            raise HeadError(f"{folder} has a draft vocabulary of {config.draft_vocab_size} but no d2t tensor")
-        state["d2t"] = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
-    tokens = torch.arange(config.draft_vocab_size) + state["d2t"]
-    if tokens.min() < 0 or tokens.max() >= target_vocab or len(tokens.unique()) != len(tokens):
-        raise HeadError(f"the d2t tensor in {folder} does not map into the target's vocabulary of {target_vocab}")
-    state.pop("t2d", None)
-    try:
-        head = EagleHead(config)
-        result = head.load_state_dict(state, strict=False)
-    except (RuntimeError, TypeError, ZeroDivisionError) as error:
-        told = " ".join(str(error).split())[:200]
-        raise HeadError(f"the tensors in {folder} do not fit its config.json ({told}): {AGAIN}") from error
-    if set(result.missing_keys) - {"t2d"} or result.unexpected_keys:
-        raise HeadError(
-            f"the tensors in {folder} do not make an EAGLE-3 head: missing {result.missing_keys}, "
-            f"not understood {result.unexpected_keys}"
-        )
-    head.set_vocabulary(tokens)
-    return head.eval().requires_grad_(False)
-
-
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    files = sorted(folder.glob("*.safetensors"))
-    try:
-        if files:
-            return {k: v for file in files for k, v in load_file(file).items()}
-        binary = folder / "pytorch_model.bin"
-        if binary.is_file():
-            state: dict[str, torch.Tensor] = torch.load(binary, map_location="cpu", weights_only=True)
-            return state
-    except Exception as error:
-        raise HeadError(f"cannot read the weights in {folder} ({error}): {AGAIN}") from error
-    raise HeadError(f"{folder} has no model.safetensors or pytorch_model.bin: {AGAIN}")
+def write(folder: Path, state: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    """config.json and model.safetensors (floating point as bfloat16), both or, on a full disk, neither."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {k: v.to(torch.bfloat16).contiguous() if v.is_floating_point() else v for k, v in state.items()}
+    save_file(state, folder / "model.safetensors.tmp")
+    (folder / "config.json.tmp").write_text(json.dumps(config, indent=2) + "\n")
+    for name in ("model.safetensors", "config.json"):
+        os.replace(folder / f"{name}.tmp", folder / name)

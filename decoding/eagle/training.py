@@ -6,7 +6,11 @@ from a random share of the roots only: their keys at step 0 are all that ties th
 gradient stays unbiased, at a third of the cost. The loss is the cross-entropy to the target's distribution over
 the draft vocabulary, weighted 0.8^k.
 
-The head starts from the target: its last block, final norm and output rows, with `fc` passing the highest feature.
+The head starts from the target: its last block, final norm and output rows, with `fc` passing the highest feature;
+or from another head.
+
+One shard of a store is in memory at a time, however many documents there are. Several processes share the batches of
+every optimizer step (`decoding.eagle.workers`).
 """
 
 from __future__ import annotations
@@ -27,10 +31,13 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from activations.provenance import provenance
-from activations.sites import eagle_sites, last_site
+from activations.sites import last_site
 from activations.store import CaptureStore, write_json
 from activations.target import Target
-from decoding.eagle.head import EagleHead, HeadConfig
+from decoding.eagle.formats import load_head
+from decoding.eagle.growth import grown
+from decoding.eagle.head import EagleHead, HeadConfig, HeadError
+from decoding.eagle.workers import Workers
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,11 @@ class EagleTrainConfig:
     tokens: int = 3_000_000
     """Rows to train on, repetitions included."""
     batch_tokens: int = 2048
-    """Rows in an optimizer step."""
+    """Rows of a batch."""
+    accumulate: int = 1
+    """Batches of each process in an optimizer step."""
+    precision: str = "bf16"
+    """What matrix products are computed in: bf16 or float32. Weights and moments are float32."""
     steps: int = 6
     """Unrolled draft steps (training-time test)."""
     unrolled_share: float = 0.3
@@ -60,12 +71,14 @@ class EagleTrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("draft_vocabulary", "tokens", "batch_tokens", "steps", "validation_documents"):
+        for name in ("draft_vocabulary", "tokens", "batch_tokens", "accumulate", "steps", "validation_documents"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         for name in ("unrolled_share", "decay"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must lie in [0, 1]")
+        if self.precision not in ("bf16", "float32"):
+            raise ValueError(f"precision is {self.precision!r}; it is bf16 or float32")
         for name in ("learning_rate", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
@@ -79,6 +92,11 @@ class Batch:
     pending: torch.Tensor  # [B, T] token after each row's token
     last: torch.Tensor  # [B, T, width] last resid_post
     written: torch.Tensor  # [B, T] the pending token is the target's own
+
+    def to(self, device: torch.device, exact: bool) -> Batch:
+        """On the device; the states in float32 where `exact`."""
+        features = self.features.float() if exact else self.features
+        return Batch(*(x.to(device) for x in (features, self.pending, self.last, self.written)))
 
 
 def initial_head(target: Target, tokens: torch.Tensor) -> EagleHead:
@@ -144,8 +162,11 @@ def _copy_norm(norm: Any, weight: torch.Tensor) -> None:
     weight.copy_(norm(torch.ones_like(norm.weight)) if "RMS" in type(norm).__name__ else norm.weight)
 
 
-def draft_vocabulary(stores: Sequence[CaptureStore], size: int) -> tuple[torch.Tensor, float]:
-    """The most frequent written tokens (increasing ids) and the share of the text that they cover."""
+def draft_vocabulary(
+    stores: Sequence[CaptureStore], size: int, kept: torch.Tensor | None = None
+) -> tuple[torch.Tensor, float]:
+    """The most frequent written tokens (increasing ids), those to be kept among them whatever their number, and the
+    share of the text that they cover."""
     counts = np.zeros(0, dtype=np.int64)
     for store in stores:
         for shard in range(len(store.shards)):
@@ -153,15 +174,20 @@ def draft_vocabulary(stores: Sequence[CaptureStore], size: int) -> tuple[torch.T
             fresh = np.bincount(rows["pending"][rows["loss_mask"]])
             counts = np.pad(counts, (0, max(0, len(fresh) - len(counts))))
             counts[: len(fresh)] += fresh
-    chosen = np.sort(np.argsort(-counts, kind="stable")[:size])
+    ranked = np.argsort(-counts, kind="stable")
+    if kept is not None:
+        counts = np.pad(counts, (0, max(0, int(kept.max()) + 1 - len(counts))))
+        ranked = np.concatenate([kept.numpy(), ranked[~np.isin(ranked, kept.numpy())]])
+        size = max(size, len(kept))
+    chosen = np.sort(ranked[:size])
     return torch.from_numpy(chosen), float(counts[chosen].sum() / counts.sum())
 
 
 def documents(store: CaptureStore, shard: int, sites: Sequence[str]) -> list[dict[str, torch.Tensor]]:
-    """The documents of a shard as tensors."""
+    """The documents of a shard as tensors; `sites` are the head's and the last one."""
     rows = store.shard_rows(shard)
-    features = torch.cat([store.shard_states(shard, s) for s in sites[:3]], dim=-1)
-    last = store.shard_states(shard, sites[3])
+    features = torch.cat([store.shard_states(shard, s) for s in sites[:-1]], dim=-1)
+    last = store.shard_states(shard, sites[-1])
     cuts = [*np.flatnonzero(np.diff(rows["document"], prepend=-1)).tolist(), len(rows["document"])]
     out = []
     for a, b in itertools.pairwise(cuts):
@@ -198,12 +224,14 @@ def unroll(
     The third tensor says which of those rows' next tokens are in the draft vocabulary (only they enter the loss).
     """
     b, t = batch.pending.shape
-    width = head.config.hidden_size
+    device, width = batch.pending.device, head.config.hidden_size
     groups = head.config.num_attention_heads // head.config.num_key_value_heads
     with torch.no_grad():
         normed = target.final_norm(batch.last)
         rows = target.head.weight[head.draft_tokens]
         embedding = target.embed(batch.pending)
+        if batch.features.dtype == torch.float32:
+            embedding = embedding.float()
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """q [B, m, H, D], k and v [B, n, Hkv, D] -> [B, m, H * D]."""
@@ -218,11 +246,11 @@ def unroll(
         at = at.clamp(max=t - 1)
         counts = inside & batch.written.gather(1, at)
         known = head.t2d[batch.pending.gather(1, at)]
-        target_logits = normed.gather(1, at[..., None].expand(-1, -1, width))[counts] @ rows.T
+        target_logits = normed.gather(1, at[..., None].expand(-1, -1, normed.shape[-1]))[counts] @ rows.T
         return head.logits(output[counts]), target_logits, known[counts]
 
-    position = torch.arange(t).expand(b, t)
-    hidden = head.fc(batch.features)
+    position = torch.arange(t, device=device).expand(b, t)
+    hidden = head.combine(batch.features)
     q, key0, value0 = head.project(hidden, embedding, position)
     output = head.finish(hidden, attend(q, key0, value0, None))
     results = [outcome(output, position, 0)]
@@ -232,12 +260,12 @@ def unroll(
     # Roots of the later steps: the same number in each document, among the rows whose next tokens are written.
     count = max(1, int(share * t))
     weight = torch.zeros(b, t)
-    weight[:, :-1] = batch.written[:, 1:].float()
-    root = torch.multinomial(weight + 1e-6, count, generator=generator).sort(dim=1).values
+    weight[:, :-1] = batch.written[:, 1:].float()  # on the host, where the generator is
+    root = torch.multinomial(weight + 1e-6, count, generator=generator).sort(dim=1).values.to(device)
     seen = position[:, None, :] <= root[..., None]  # [B, m, T]
-    own = torch.eye(count, dtype=torch.bool).expand(b, count, count)
+    own = torch.eye(count, dtype=torch.bool, device=device).expand(b, count, count)
     keys, values, masks = [key0], [value0], [seen]
-    hidden = output.gather(1, root[..., None].expand(-1, -1, width))
+    hidden = head.carry(output).gather(1, root[..., None].expand(-1, -1, width))
     for step in range(1, steps):
         at = (root + step).clamp(max=t - 1)
         entering = embedding.gather(1, at[..., None].expand(-1, -1, embedding.shape[-1]))
@@ -246,14 +274,15 @@ def unroll(
         values.append(v)
         masks.append(own)
         mask = torch.cat(masks, dim=2)[:, None]
-        hidden = head.finish(hidden, attend(q, torch.cat(keys, 1), torch.cat(values, 1), mask))
-        results.append(outcome(hidden, root, step))
+        output = head.finish(hidden, attend(q, torch.cat(keys, 1), torch.cat(values, 1), mask))
+        hidden = head.carry(output)
+        results.append(outcome(output, root, step))
     return results
 
 
 def loss_of(results: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], decay: float) -> torch.Tensor:
     """Weighted mean over the steps of the soft cross-entropy."""
-    total, weights = torch.zeros(()), 0.0
+    total, weights = torch.zeros((), device=results[0][0].device), 0.0
     for step, (draft, wanted, known) in enumerate(results):
         if known.any():
             p = wanted[known].float().softmax(-1)
@@ -273,8 +302,9 @@ def evaluate(
     hits = np.zeros(config.steps)
     rows = np.zeros(config.steps)
     losses = []
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.no_grad(), _precision(target, config):
         for batch in batches(docs, config.batch_tokens):
+            batch = batch.to(target.device, config.precision == "float32")
             results = unroll(head, target, batch, config.steps, 0.5, generator)
             losses.append(float(loss_of(results, config.decay)))
             for step, (draft, wanted, known) in enumerate(results):
@@ -284,34 +314,58 @@ def evaluate(
 
 
 def train(
-    target: Target, stores: Sequence[Path], folder: Path, config: EagleTrainConfig
+    target: Target,
+    stores: Sequence[Path],
+    folder: Path,
+    config: EagleTrainConfig,
+    start: Path | None = None,
+    workers: Workers | None = None,
 ) -> Iterator[dict[str, object]]:
     """Train a head on capture stores (selection `all`) and save it in `folder`; yields a record now and then.
 
     A store that is given several times counts as often in every pass. The run's state is kept in `folder/run` and is
-    continued when the same command is given again, with more stores or rows as well.
+    continued when the same command is given again, with more stores or rows as well. With `start` a new run begins
+    from that head, and from the target otherwise. Of several processes only the first one yields and writes.
     """
-    sites = [*eagle_sites(target.blocks), last_site(target.blocks)]
+    workers = workers or Workers()
     opened = [CaptureStore.open(s) for s in stores]
     run = folder / "run"
     run.mkdir(parents=True, exist_ok=True)
     state_file, tensors = run / "state.json", run / "state.safetensors"
+    first = load_head(start, target.vocab_size) if start is not None else None
+    if first is not None:
+        first.check_trainable()
     if state_file.is_file():
         state = json.loads(state_file.read_text())
         tokens = load_file(tensors)["draft_tokens"]
     else:
-        tokens, coverage = draft_vocabulary(opened, config.draft_vocabulary)
+        kept = first.draft_tokens if first is not None else None
+        tokens, coverage = draft_vocabulary(opened, config.draft_vocabulary, kept)
         state = {"rows": 0, "updates": 0, "seconds": 0.0, "coverage": coverage}
     # Another order after each resumption: the run must not begin with the same shards again.
     random_ = random.Random(f"{config.seed}:{state['updates']}")
-    generator = torch.Generator().manual_seed(random_.getrandbits(48))
-    head = initial_head(target, tokens)
+    generator = torch.Generator().manual_seed(random_.getrandbits(48) + workers.rank)
+    if first is not None:
+        head = grown(first, target, tokens) if len(tokens) > len(first.draft_tokens) else first
+        head.train().requires_grad_(True)
+    else:
+        head = initial_head(target, tokens)
+    head.to(target.device)
+    if state.setdefault("head", head.config.to_dict()) != head.config.to_dict():
+        raise HeadError(f"the run in {run} began from another head: begin from the same one, or choose another folder")
+    sites = [*head.config.sites(target.blocks), last_site(target.blocks)]
+    for store in opened:
+        lacks = [site for site in sites if site not in store.sites]
+        if lacks:
+            raise HeadError(f"the head reads {', '.join(lacks)}, and {store.folder} holds no states of it")
     optimizer = torch.optim.AdamW(head.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     if tensors.is_file():
         _restore(head, optimizer, load_file(tensors))
     held_out = documents(opened[0], 0, sites)[: config.validation_documents]
     started, saved, losses = time.monotonic(), time.monotonic(), []
-    yield {"rows": state["rows"], "coverage": state["coverage"], **evaluate(head, target, held_out, config)}
+    workers.agree(head.parameters())  # all have read the state before the first one writes it
+    if workers.leads:
+        yield {"rows": state["rows"], "coverage": state["coverage"], **evaluate(head, target, held_out, config)}
     while state["rows"] < config.tokens:
         opened = [CaptureStore.open(s) for s in stores]  # a store may still grow
         order = [(s, k) for s, store in enumerate(opened) for k in range(len(store.shards))]
@@ -323,24 +377,29 @@ def train(
                 docs = docs[config.validation_documents :]
             ready = list(batches(docs, config.batch_tokens))
             random_.shuffle(ready)
-            for batch in ready:
+            size = workers.count * config.accumulate
+            for group in (ready[k : k + size] for k in range(0, len(ready), size)):
                 progress = min(1.0, state["rows"] / config.tokens)
                 warm = min(1.0, progress / 0.02 + 0.05)
-                for group in optimizer.param_groups:
-                    group["lr"] = config.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * progress))
-                with torch.autocast("cpu", dtype=torch.bfloat16):
-                    loss = loss_of(
-                        unroll(head, target, batch, config.steps, config.unrolled_share, generator), config.decay
-                    )
+                for part in optimizer.param_groups:
+                    part["lr"] = config.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * progress))
                 optimizer.zero_grad()
-                loss.backward()
+                for batch in workers.share(group):
+                    batch = batch.to(target.device, config.precision == "float32")
+                    with _precision(target, config):
+                        loss = loss_of(
+                            unroll(head, target, batch, config.steps, config.unrolled_share, generator), config.decay
+                        )
+                    if loss.requires_grad:  # else no row of it counts
+                        (loss / len(group)).backward()
+                    losses.append(float(loss.detach()))
+                workers.add_gradients(head.parameters())
                 torch.nn.utils.clip_grad_norm_(head.parameters(), config.clip)
                 optimizer.step()
-                losses.append(float(loss.detach()))
-                state["rows"] += int(batch.pending.numel())
+                state["rows"] += sum(int(batch.pending.numel()) for batch in group)
                 state["updates"] += 1
             now = time.monotonic()
-            if now - saved > config.checkpoint_seconds or state["rows"] >= config.tokens:
+            if workers.leads and (now - saved > config.checkpoint_seconds or state["rows"] >= config.tokens):
                 state["seconds"] += now - saved
                 saved = now
                 record = {
@@ -361,6 +420,9 @@ def train(
                 f"there is no text to train on beside the {config.validation_documents} documents that are held out: "
                 "write more, or hold out fewer"
             )
+    workers.wait()
+    if not workers.leads:
+        return
     text = [
         {
             "store": store.folder.name,
@@ -370,7 +432,7 @@ def train(
         }
         for path, store in dict(zip(stores, opened, strict=True)).items()
     ]
-    head.save(folder, switchsd={"target": target.fingerprint.to_dict(), "sites": sites[:3], "config": asdict(config)})
+    head.save(folder, switchsd={"target": target.fingerprint.to_dict(), "sites": sites[:-1], "config": asdict(config)})
     write_json(
         folder / "training.json",
         {
@@ -385,6 +447,10 @@ def train(
             "provenance": provenance(seed=config.seed),
         },
     )
+
+
+def _precision(target: Target, config: EagleTrainConfig) -> torch.autocast:
+    return torch.autocast(target.device.type, dtype=torch.bfloat16, enabled=config.precision == "bf16")
 
 
 def _keep(run: Path, state: dict, head: EagleHead, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:

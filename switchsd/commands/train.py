@@ -26,13 +26,22 @@ def eagle(
     folder: Annotated[
         Path | None, typer.Option("--out", help="Where the head goes; by default where `generate` finds it.")
     ] = None,
+    continue_from: Annotated[
+        Path | None,
+        typer.Option(help="Begin from this head. With a larger --draft-vocabulary it gets more tokens, and keeps its."),
+    ] = None,
     json: AsJson = False,
 ) -> None:
-    """Train an EAGLE-3 head on text that the target wrote."""
+    """Train an EAGLE-3 head on text that the target wrote; on several devices under `accelerate launch`."""
     from activations.store import CaptureStore
     from activations.target import Fingerprint, load_target
+    from decoding.eagle.formats import read_config
     from decoding.eagle.training import train
+    from decoding.eagle.workers import Workers
     from switchsd.artifacts import cached
+
+    if continue_from is not None:
+        read_config(continue_from)
 
     if folder is not None:
         check_folder(folder)
@@ -42,6 +51,7 @@ def eagle(
             raise UsageError(f"{store} does not hold whole texts, which a head needs: make one with `switchsd write`")
         with bar(f"checking {store}"):
             opened.verify()
+    workers = Workers()
     with bar(f"loading {target}"):
         model = load_target(target, **asdict(loading))
     for store in stores:
@@ -55,12 +65,14 @@ def eagle(
     record: dict[str, object] = {}
     try:
         with bar("training rows", config.tokens) as progress:
-            for record in train(model, stores, where, config):
+            for record in train(model, stores, where, config, continue_from, workers):
                 progress.to(min(int(str(record["rows"])), config.tokens))
                 notes.print(" ".join(f"{k}={v}" for k, v in record.items()))
     except KeyboardInterrupt:
         notes.print(f"\nstopped; run the same command again to go on from the last state in {where / 'run'}")
         raise
+    if not workers.leads:
+        return
     if json:
         as_json({"folder": str(where), **record})
         return

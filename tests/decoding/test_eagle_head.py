@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from activations.target import Target
 from decoding.budgets import FixedBudget
 from decoding.eagle.drafter import EagleDrafter
-from decoding.eagle.head import EagleHead, HeadConfig, HeadError, load_head
+from decoding.eagle.formats import load_head
+from decoding.eagle.head import EagleHead, HeadConfig, HeadError
 from decoding.request import Request
 from decoding.tree import DraftTree
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from families import FAMILIES, family_target
+from safetensors.torch import load_file
 from test_eagle_head import random_head, reference_outputs
 
 from activations.sites import eagle_sites, last_site
 from activations.store import CaptureStore, StoreWriter
 from activations.target import Target
-from decoding.eagle.head import load_head
+from decoding.eagle.formats import load_head
+from decoding.eagle.growth import grown
+from decoding.eagle.head import EagleHead, HeadError
 from decoding.eagle.training import (
     Batch,
     EagleTrainConfig,
@@ -27,6 +33,7 @@ from decoding.eagle.training import (
     train,
     unroll,
 )
+from decoding.eagle.workers import Workers
 
 T, STEPS = 9, 4
 
@@ -197,3 +204,104 @@ def test_a_head_is_begun_from_the_targets_last_block(monkeypatch: pytest.MonkeyP
     assert torch.allclose(head.norm(x), gemma.final_norm(x), atol=1e-5), "its norms hold one less"
     assert torch.allclose(head.midlayer.post_attention_layernorm(x), block.pre_feedforward_layernorm(x), atol=1e-5)
     assert not head.midlayer.self_attn.o_proj.weight.any() and not head.midlayer.mlp.down_proj.weight.any()
+
+
+# -- from a head that is there, in pieces, and in several processes -----------------------------------------------
+
+SMALL = EagleTrainConfig(
+    draft_vocabulary=24, tokens=800, batch_tokens=32, steps=2, validation_documents=2, learning_rate=3e-3,
+    unrolled_share=1.0, precision="float32",
+)  # fmt: skip
+
+
+def trained(target: Target, store: Path, folder: Path, config: EagleTrainConfig, **how: Any) -> dict[str, torch.Tensor]:
+    """The weights after a run that begins from the same head as every other."""
+    random_head().save(folder / "start")
+    list(train(target, [store], folder / "made", config, folder / "start", **how))
+    return load_file(folder / "made" / "model.safetensors")
+
+
+def test_a_run_goes_on_from_a_head(store: Path, tmp_path: Path, small_target: Callable[..., Target]) -> None:
+    target = small_target()
+    made = trained(target, store, tmp_path, replace(SMALL, tokens=1))
+    start = load_file(tmp_path / "start" / "model.safetensors")
+    assert made.keys() == start.keys()
+    assert torch.equal(made["d2t"], start["d2t"]), "fewer tokens are asked for than it has: it keeps all"
+    for name in ("fc.weight", "midlayer.mlp.up_proj.weight"):  # one small step away from the start
+        assert torch.allclose(made[name].float(), start[name].float(), atol=0.02), name
+    again = trained(target, store, tmp_path / "again", replace(SMALL, tokens=1))
+    assert all(torch.equal(made[name], again[name]) for name in made)
+    with pytest.raises(HeadError, match="began from another head"):
+        next(train(target, [store], tmp_path / "made", SMALL))
+
+
+def test_a_vocabulary_grows_and_the_old_tokens_stay(small_target: Callable[..., Target]) -> None:
+    """Output rows that are a linear map of the target's: the new ones are then those of the whole map."""
+    target, head = small_target(), random_head()
+    through = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        head.lm_head.weight.copy_(target.head.weight[head.draft_tokens] @ through)
+    tokens = torch.cat([head.draft_tokens, torch.tensor([1, 5, 63])]).sort().values
+    made = grown(head, target, tokens)
+    assert torch.equal(made.draft_tokens, tokens) and int(made.t2d.sum()) == len(tokens)
+    old = torch.isin(tokens, head.draft_tokens)
+    assert torch.equal(made.lm_head.weight[old], head.lm_head.weight)
+    output = torch.randn(50, 32, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(made.logits(output)[:, old], head.logits(output)), "what was drafted is scored as before"
+    wanted = target.head.weight[tokens[~old]] @ through
+    assert (made.lm_head.weight[~old] - wanted).norm() < 0.1 * wanted.norm()
+    with pytest.raises(HeadError, match="cannot lose tokens"):
+        grown(head, target, tokens[1:])
+
+
+def test_a_run_with_a_larger_vocabulary(store: Path, tmp_path: Path, small_target: Callable[..., Target]) -> None:
+    made = trained(small_target(), store, tmp_path, replace(SMALL, tokens=1, draft_vocabulary=36))
+    head = load_head(tmp_path / "made", 64)
+    assert set(random_head().draft_tokens.tolist()) < set(head.draft_tokens.tolist())
+    assert head.config.draft_vocab_size == len(made["lm_head.weight"]) == 36
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"num_hidden_layers": 2}, "has 2 blocks"), ({"layer_ids": (0, 1, 2)}, "reads resid_pre.0, .*holds no states")],
+)
+def test_heads_that_no_run_can_go_on_from(
+    store: Path, tmp_path: Path, small_target: Callable[..., Target], change: dict, message: str
+) -> None:
+    head = EagleHead(replace(random_head().config, **change))
+    head.set_vocabulary(torch.arange(32))
+    head.save(tmp_path / "start")
+    with pytest.raises(HeadError, match=message):
+        next(train(small_target(), [store], tmp_path / "made", SMALL, tmp_path / "start"))
+
+
+def _process(rank: int, port: int, target: Target, store: Path, folder: Path) -> None:
+    """One of two processes, as a launcher starts them."""
+    import os
+
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "1",
+    }  # fmt: skip
+    records = list(train(target, [store], folder / "two", SMALL, folder / "start", Workers()))
+    assert bool(records) == (rank == 0)
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_train_as_one_with_twice_the_batches(
+    store: Path, tmp_path: Path, small_target: Callable[..., Target]
+) -> None:
+    one = trained(small_target(), store, tmp_path, replace(SMALL, accumulate=2))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.start_processes(
+        _process, (port, small_target(), store, tmp_path), nprocs=2, start_method="fork"
+    )  # forked, so that nothing is imported again
+    # Compared where they were kept in float32.
+    alone, both = (load_file(tmp_path / made / "run" / "state.safetensors") for made in ("made", "two"))
+    start = load_file(tmp_path / "start" / "model.safetensors")
+    for name in one:
+        if one[name].is_floating_point():
+            assert torch.allclose(alone[f"head.{name}"], both[f"head.{name}"], atol=1e-4), name
+    assert (alone["head.fc.weight"] - start["fc.weight"].float()).abs().max() > 1e-2, "something was learnt"

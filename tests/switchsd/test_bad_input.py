@@ -103,7 +103,7 @@ def test_a_chat_template_that_refuses(run: Run, folder: Path) -> None:
         (["--temperature", "1e-40"], "temperature is 1e-40"),
         (["--top-p", "0"], "top_p is 0.0"),
         (["--probe", "nope"], "no probe 'nope'"),
-        (["--drafter", "nope"], "nope holds no EAGLE-3 head"),
+        (["--drafter", "nope"], "nope holds no EAGLE head"),
         (["--trace", "/dev/null"], "/dev/null is there and is no file"),
         (["--trace", "/"], "is no file"),
     ],
