@@ -75,7 +75,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["capture", "store", "--split", "train", "--prompts", "x"], "leave it out"),
         (["capture", "store", "--prompts", "/no/such/file"], "no such file"),
         (["bench", "--modes", "fast"], "unknown mode 'fast'"),
-        (["bench", "--baselines", "vllm"], "unknown baseline 'vllm'"),
+        (["bench", "--baselines", "tgi"], "unknown baseline 'tgi'"),
         (["bench", "--suite", "/no/such/file"], "no such file"),
         (["write", "store", "--benchmark", "/no/such/file"], "no such benchmark file"),
         (["train", "probe"], "store"),
