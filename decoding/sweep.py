@@ -62,13 +62,13 @@ def points(sweep: Sweep, summary: Sequence[Mapping[str, Any]], columns: Mapping[
     found = []
     for value in sweep.values:
         for name in columns:
-            mode, mark, own = name.partition(f"/{sweep.setting}=")
-            if mark and own.split("/")[0] != value:
+            parts = name.split("/")
+            own = next((p.partition("=")[2] for p in parts[1:] if p.startswith(f"{sweep.setting}=")), None)
+            if own in sweep.values and own != value:
                 continue
             group = at(int(value)) if sweep.setting == CONTEXT else OVERALL
             record = next((r for r in summary if r["group"] == group and r["mode"] == name), None)
             if record is not None:
-                rest = own.partition("/")[2]
-                shown = f"{mode}/{rest}" if rest else mode
-                found.append({**record, "column": name, "mode": shown, "value": value})
+                shown = [p for p in parts if p != f"{sweep.setting}={value}"]
+                found.append({**record, "column": name, "mode": "/".join(shown), "value": value})
     return {"setting": sweep.setting, "points": found}

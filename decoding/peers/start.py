@@ -105,7 +105,12 @@ def _vllm(name: str, config: PeerConfig, target: Target) -> tuple[list[str], dic
     dtype = str(target.dtype).removeprefix("torch.")
     command = [python, _script("vllm_engine"), "--model", str(target.folder), "--dtype", dtype]
     command += ["--context", str(min(target.max_length, CONTEXT)), "--speculation", speculation or "none"]
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
     return command, {"python": python, "dtype": dtype}, environment
 
 
