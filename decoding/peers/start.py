@@ -105,12 +105,7 @@ def _vllm(name: str, config: PeerConfig, target: Target) -> tuple[list[str], dic
     dtype = str(target.dtype).removeprefix("torch.")
     command = [python, _script("vllm_engine"), "--model", str(target.folder), "--dtype", dtype]
     command += ["--context", str(min(target.max_length, CONTEXT)), "--speculation", speculation or "none"]
-    environment = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     return command, {"python": python, "dtype": dtype}, environment
 
 

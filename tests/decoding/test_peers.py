@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedModel
 
 from activations.target import Target
 from decoding import columns as columns_module
@@ -231,9 +232,11 @@ def test_vllm_script_says_what_is_missing(tmp_path: Path, small_target: Callable
         peer.ask([1], 2)
 
 
-def test_assisted_generation_gives_the_same_text(small_target: Callable[..., Target], tmp_path: Path) -> None:
+def test_assisted_generation_gives_the_same_text(
+    small_target: Callable[..., Target], reference_model: Callable[[str], PreTrainedModel], tmp_path: Path
+) -> None:
     target = small_target("llama")
-    target.model.save_pretrained(tmp_path)
+    reference_model("llama").save_pretrained(tmp_path)
     target.tokenizer.save_pretrained(tmp_path)
     suite = [SuitePrompt("s:0", "qa", False, ({"role": "user", "content": "ABABAB"},))]
     config = BenchConfig(modes=("ar",), baselines=("hf", "hf-assisted"), max_new_tokens=20)
