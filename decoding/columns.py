@@ -159,10 +159,7 @@ def column(decoder: Decoder, name: str, peers: PeerConfig | None = None) -> Colu
         changed, sampling = replace(decoder.settings, **values["mode"]), Sampling(**values["sampling"])
     except (TypeError, ValueError) as error:
         raise DecodingError(f"{name!r}: {error}") from error
-    if changed == decoder.settings:
-        return ModeColumn(decoder, mode, sampling)
-    costs = decoder._costs  # measured once for all columns of one target and head
-    return ModeColumn(Decoder(decoder.target, decoder.probe, decoder.neural, changed, costs), mode, sampling)
+    return ModeColumn(Decoder(decoder.target, decoder.probe, decoder.neural, changed), mode, sampling)
 
 
 def _assistant(target: Target, name: str, peers: PeerConfig) -> Assistant | None:
