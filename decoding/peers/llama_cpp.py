@@ -105,8 +105,9 @@ def ask(address: str, question: dict[str, Any]) -> dict[str, Any]:
     timings = found["timings"]
     drafted, kept = int(timings.get("draft_n") or 0), int(timings.get("draft_n_accepted") or 0)
     decoded = int(found["tokens_predicted"]) - 1
-    if found.get("stop_type") == "eos" and question["stop"]:
-        tokens.append(question["stop"][0])  # the end of a text is chosen, and not written
+    stops = question["stop"]
+    if found.get("stop_type") == "eos" and stops and not set(tokens[-1:]) & set(stops):
+        tokens.append(stops[0])  # some versions choose the end of a text without writing it
     tokens = tokens[: question["max_new_tokens"]]
     return {
         "tokens": tokens,
