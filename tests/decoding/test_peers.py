@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import sys
@@ -165,13 +166,20 @@ def test_commands_name_the_model_and_the_threads(small_target: Callable[..., Tar
     assert peer._command[-3:] == ["--server", str(server), "--ngram"]
     assert peer.settings == {"gguf": "m.gguf", "bytes": 4, "llama_cpp": str(server), "threads": 1}
     python = tmp_path / "python3"
-    python.touch()
+    python.touch()  # cannot even be run
+    with pytest.raises(DecodingError, match="has no xllamacpp"):
+        start("llama.cpp", replace(config, llama_cpp=str(python)), target)
+    with pytest.raises(DecodingError, match="has no vllm"):
+        start("vllm", PeerConfig(vllm_python=str(python)), target)
+    python.write_text('#!/bin/sh\ncase "$2" in *arctic*) exit 1;; esac\n')  # has everything else
+    python.chmod(0o755)
     assert start("llama.cpp", replace(config, llama_cpp=str(python)), target)._command[0] == str(python)
+    vllm = PeerConfig(vllm_python=str(python))
     with pytest.raises(DecodingError, match="needs the target in a folder"):
-        start("vllm", PeerConfig(vllm_python=sys.executable), target)
+        start("vllm", vllm, target)
     with pytest.raises(DecodingError, match="arctic-inference"):
-        start("vllm-suffix", PeerConfig(vllm_python=sys.executable), _in_folder(target, tmp_path))
-    command = start("vllm-ngram", PeerConfig(vllm_python=sys.executable), _in_folder(target, tmp_path))._command
+        start("vllm-suffix", vllm, _in_folder(target, tmp_path))
+    command = start("vllm-ngram", vllm, _in_folder(target, tmp_path))._command
     assert command[2:] == [
         "--model", str(tmp_path), "--dtype", "float32", "--context", "256", "--speculation", "ngram",
     ]  # fmt: skip
@@ -224,13 +232,54 @@ def test_scripts_import_nothing_of_the_project() -> None:
         assert not re.search(r"^\s*(from|import) (activations|probes|decoding|switchsd|torch)\b", text, re.MULTILINE)
 
 
-def test_vllm_script_says_what_is_missing(tmp_path: Path, small_target: Callable[..., Target]) -> None:
-    pytest.importorskip("torch")
-    if start_module.importlib.util.find_spec("vllm") is not None:
+def test_vllm_script_says_what_is_missing(tmp_path: Path) -> None:
+    if importlib.util.find_spec("vllm") is not None:
         pytest.skip("vllm is installed here")
-    peer = start("vllm", PeerConfig(vllm_python=sys.executable), _in_folder(small_target("llama"), tmp_path))
+    script = Path(start_module.__file__).parent / "vllm_engine.py"
+    options = ["--model", str(tmp_path), "--dtype", "float32", "--context", "8"]
     with pytest.raises(PeerError, match="vllm cannot be started: ModuleNotFoundError"):
-        peer.ask([1], 2)
+        Peer("vllm", [sys.executable, str(script), *options]).ask([1], 2)
+
+
+VLLM = """
+__version__ = "0 (fake)"
+class SamplingParams:
+    def __init__(self, **given):
+        self.__dict__ |= given
+class Output:
+    def __init__(self, tokens):
+        self.outputs = [self]
+        self.token_ids = tokens
+class LLM:
+    def __init__(self, **given):
+        print("loading", given)
+        self.llm_engine = self
+        self.left = 0
+    def add_request(self, number, prompt, sampling):
+        self.tokens, self.left = [], sampling.max_tokens
+        self.last = prompt["prompt_token_ids"][-1]
+    def has_unfinished_requests(self):
+        return self.left > 0
+    def step(self):
+        count = min(1 if not self.tokens else 3, self.left)
+        self.tokens = self.tokens + [self.last] * count
+        self.left -= count
+        return [Output(self.tokens)]
+"""
+
+
+def test_vllm_is_stepped_and_its_pieces_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "vllm.py").write_text(VLLM)
+    script = Path(start_module.__file__).parent / "vllm_engine.py"
+    options = ["--model", "m", "--dtype", "float32", "--context", "8", "--speculation", "ngram"]
+    peer = Peer("vllm-ngram", [sys.executable, str(script), *options], environment={"PYTHONPATH": str(tmp_path)})
+    told = peer.ask([1, 5], 9)
+    assert told.tokens == [5] * 9
+    assert (told.decoded, told.steps) == (8, 3), "the first token comes from reading the prompt"
+    assert told.first_token_seconds > 0 and told.decode_seconds > 0
+    assert peer.about["ready"] == "vllm 0 (fake)" and "ngram" in peer.about["differs"]
+    assert peer.ask([7], 2).tokens == [7, 7]
+    peer.close()
 
 
 def test_assisted_generation_gives_the_same_text(
