@@ -39,6 +39,11 @@ def cell(value: Any, form: str) -> str:
     return format(value, form)
 
 
+def counted(record: dict[str, Any]) -> str:
+    """`1 prompt`, `2 prompts`."""
+    return f"{record['prompts']} prompt{'s' * (record['prompts'] != 1)}"
+
+
 def speed_table(records: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Heads and rows: tokens/s and the ratios, of records or of their `no_loops` parts."""
     bases = list(dict.fromkeys(key for r in records for key in r if key.startswith("over_")))
@@ -74,14 +79,14 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         f"At most {settings['max_new_tokens']} new tokens a prompt, greedy where no temperature is named. {EXPLAINED}",
     ]
-    lines += [f"- {column}: {text}" for column, text in result.get("differs", {}).items()]
+    lines += ["", *(f"- {column}: {text}" for column, text in result["differs"].items())] if result["differs"] else []
     for group, members in in_order(result["summary"]):
-        lines += ["", f"## {group} ({members[0]['prompts']} prompts)", "", *_table(*speed_table(members))]
+        lines += ["", f"## {group} ({counted(members[0])})", "", *_table(*speed_table(members))]
         rest = without_loops(members)
         if rest:
-            lines += ["", f"Over the {rest[0]['prompts']} prompts that do not loop:", "", *_table(*speed_table(rest))]
+            lines += ["", f"Where nothing loops ({counted(rest[0])}):", "", *_table(*speed_table(rest))]
         lines += ["", *_table(*steps_table(members))]
-    if result.get("sweep"):
+    if result["sweep"]:
         lines += ["", f"## {result['sweep']['setting']}", "", *_table(*sweep_table(result["sweep"]))]
     for gate in result["gate"]:
         lines += ["", f"## Gate of {gate['mode']} beside {gate['always']} (copies at every suffix match)", ""]
@@ -135,7 +140,6 @@ def plot_sweep(sweep: dict[str, Any], title: str, file: Path) -> None:
     axes.set_xticks(range(len(values)), list(map(str, values)))
     axes.set_xlabel(sweep["setting"])
     axes.set_ylabel("tokens/s after the first token")
-    axes.set_ylim(bottom=0)
     _finish(axes, title, len(values))
     figure.savefig(file, dpi=150)
 
@@ -163,6 +167,7 @@ def plot(result: dict[str, Any], file: Path) -> None:
 
 def _finish(axes: Any, title: str, labels: int) -> None:
     axes.set_title(title, fontsize=9)
+    axes.set_ylim(0, 1.15 * axes.get_ylim()[1])  # room for the legend
     axes.legend(frameon=False, fontsize=8, ncols=min(labels, 6))
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

@@ -15,7 +15,7 @@ from decoding.modes import ModeSettings, get_mode
 from decoding.peers.start import INSTALLED, PEERS, PeerConfig, installed
 from decoding.suite import BUILT_IN, load_suite
 from decoding.summary import HEAVY, OVERALL
-from decoding.tables import in_order, speed_table, steps_table, sweep_table, without_loops
+from decoding.tables import counted, in_order, speed_table, steps_table, sweep_table, without_loops
 from switchsd.loading import AUTO, LoadConfig, load, measure_costs
 from switchsd.options import UsageError, check_folder
 from switchsd.show import AsJson, as_json, bar, notes, out, table
@@ -104,11 +104,11 @@ def _show(result: dict[str, Any], folder: Path) -> None:
     for group, records in in_order(result["summary"]):
         if group not in (OVERALL, HEAVY):
             continue
-        title = f"{group}, {result['settings']['target']}, {records[0]['prompts']} prompts"
+        title = f"{group}, {result['settings']['target']}, {counted(records[0])}"
         out.print(table(*speed_table(records), title=title))
         rest = without_loops(records)
         if rest:
-            out.print(table(*speed_table(rest), title=f"{group}, the {rest[0]['prompts']} prompts that do not loop"))
+            out.print(table(*speed_table(rest), title=f"{group}, where nothing loops ({counted(rest[0])})"))
         out.print(table(*steps_table(records)))
     if result["sweep"]:
         out.print(table(*sweep_table(result["sweep"]), title=f"tokens/s by {result['sweep']['setting']}"))
