@@ -4,15 +4,41 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 from activations.target import Target
+from decoding.modes import DecodingError
 
-BASELINES = ("hf", "hf-lookup")
+BASELINES = ("hf", "hf-lookup", "hf-assisted")
 LOOKUP_TOKENS = 10
+
+
+@dataclass(frozen=True)
+class Assistant:
+    """The draft model of assisted generation. It may have a tokenizer of its own: `generate` translates."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    """None where it is the target's."""
+
+    @classmethod
+    def load(cls, folder: str, target: Target) -> Assistant:
+        """From a folder; in the target's dtype, on its device."""
+        if not (Path(folder) / "config.json").is_file():
+            raise DecodingError(f"--assistant {folder}: no model is there: name a folder with a config.json")
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype)
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            raise DecodingError(f"--assistant {folder} cannot be loaded: {str(error).splitlines()[0]}") from error
+        same = tokenizer.get_vocab() == target.tokenizer.get_vocab()
+        return cls(folder, model.to(target.device).eval(), None if same else tokenizer)
 
 
 @dataclass
@@ -47,11 +73,19 @@ class _Clock(BaseStreamer):
     def end(self) -> None: ...
 
 
-def hugging_face(target: Target, prompt: list[int], max_new_tokens: int, mode: str) -> Written:
-    """Greedy `generate`, plain ("hf") or with prompt lookup ("hf-lookup")."""
+def hugging_face(
+    target: Target, prompt: list[int], max_new_tokens: int, mode: str, assistant: Assistant | None = None
+) -> Written:
+    """Greedy `generate`: plain ("hf"), with prompt lookup ("hf-lookup"), or with a draft model ("hf-assisted")."""
     if mode not in BASELINES:
         raise ValueError(f"unknown baseline {mode!r}: choose from {', '.join(BASELINES)}")
     options: dict[str, Any] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if mode == "hf-lookup" else {}
+    if mode == "hf-assisted":
+        if assistant is None:
+            raise ValueError("hf-assisted needs an assistant")
+        options = {"assistant_model": assistant.model}
+        if assistant.tokenizer is not None:
+            options |= {"tokenizer": target.tokenizer, "assistant_tokenizer": assistant.tokenizer}
     ids = torch.tensor([prompt], device=target.device)
     stops = sorted(target.stop_ids)
     with target.stock():

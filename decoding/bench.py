@@ -1,7 +1,7 @@
-"""The benchmark: modes interleaved on the same prompts in one process, beside Hugging Face `generate`.
+"""The benchmark: modes interleaved on the same prompts in one run, beside Hugging Face `generate` and other engines.
 
-Rows are appended to `rows.jsonl` as they end, keyed by prompt, mode and a hash of the settings: the same command
-goes on where it was cut. Outputs are greedy, so every lossless mode must write the same text; where one differs in
+Rows are appended to `rows.jsonl` as they end, keyed by prompt, column and a hash of the settings: the same command
+goes on where it was cut. Every lossless mode must write the same text, also where it samples; where one differs in
 bfloat16, the target is asked whether the two tokens were a near-tie.
 """
 
@@ -12,25 +12,26 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from activations.cache import KVCache
 from activations.provenance import provenance
+from activations.sampling import Sampling, gumbel
 from activations.store import write_json
 from activations.target import Target, TargetError
-from decoding.baselines import BASELINES, LOOKUP_TOKENS, hugging_face
+from decoding.baselines import BASELINES
+from decoding.columns import Column, ModeColumn, PeerColumn, column, settings_of_drafters
 from decoding.costs import machine
 from decoding.decoder import Decoder
-from decoding.modes import DecodingError, ModeSettings
-from decoding.suite import SuitePrompt
-from decoding.summary import Drafts, Row, divergence, gate_quality, markdown, plot, summarize
-
-if TYPE_CHECKING:
-    from decoding.trace import StepRecord
+from decoding.peers.start import INSTALLED, PEERS, PeerConfig
+from decoding.suite import CONTEXT, SuitePrompt, at_lengths
+from decoding.summary import BASES, OVERALL, Row, divergence, gate_quality, summarize
+from decoding.sweep import Sweep, points
+from decoding.tables import markdown, plot, plot_sweep
 
 T = TypeVar("T")
 
@@ -45,7 +46,15 @@ class BenchConfig:
     modes: tuple[str, ...] = ("ar", "copy", "eagle", "switchsd", "switchsd/gate=match")
     """Modes to compare; settings of their own may follow after slashes, as in eagle/neural_nodes=23/neural_depth=6."""
     baselines: tuple[str, ...] = ("hf", "hf-lookup")
-    """Hugging Face generate beside them: plain (hf), with prompt lookup (hf-lookup), or nothing."""
+    """What runs beside them: Hugging Face generate, plain (hf), with prompt lookup (hf-lookup), with a draft model
+    (hf-assisted); other engines (llama.cpp, llama.cpp-ngram, vllm, vllm-ngram, vllm-suffix), or all of these that are
+    found (peers); or nothing."""
+    over: tuple[str, ...] = BASES
+    """Columns that speeds are shown over, where they are in the run."""
+    sweep: str = ""
+    """One setting at several values, as kappa=1,2,3,5: every mode that it touches is run at each. Any setting of a mode
+    (kappa, tau, candidates, depth, ...), temperature, or context (prompt tokens: each prompt is filled up to so many
+    with other prompts of its suite)."""
     limit: int = 0
     """Prompts of each file, spread over its groups; 0 = all."""
     max_new_tokens: int = 128
@@ -58,8 +67,14 @@ class BenchConfig:
             if self.columns.count(name) > 1:
                 raise ValueError(f"{name!r} is named twice: name each mode once")
         for name in self.baselines:
-            if name not in BASELINES:
-                raise ValueError(f"unknown baseline {name!r}: choose from {', '.join(BASELINES)}")
+            if name not in (*BASELINES, *PEERS, INSTALLED):
+                known = ", ".join((*BASELINES, *PEERS, INSTALLED))
+                raise ValueError(f"unknown baseline {name!r}: choose from {known}")
+        for name in self.over:
+            if name not in (*BASES, *self.columns):
+                raise ValueError(f"over {name!r}: it is not in the run, which has {', '.join(self.columns)}")
+        if self.sweep:
+            Sweep.parse(self.sweep)
         if self.max_new_tokens < 2:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; a decode speed needs at least 2")
         if self.limit < 0:
@@ -95,20 +110,40 @@ class Difference:
 class Bench:
     """A run in a folder. `run` yields after each row; `result` sums up what is there."""
 
-    def __init__(self, decoder: Decoder, suite: Sequence[SuitePrompt], config: BenchConfig, folder: Path) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        suite: Sequence[SuitePrompt],
+        config: BenchConfig,
+        folder: Path,
+        peers: PeerConfig | None = None,
+    ) -> None:
         self.decoder = decoder
-        self.suite = list(suite)
         self.config = config
         self.folder = folder
+        self.sweep = Sweep.parse(config.sweep) if config.sweep else None
+        if self.sweep and self.sweep.setting == CONTEXT:
+            suite = at_lengths(suite, decoder.target, self.sweep.lengths, config.max_new_tokens)
+        self.suite = list(suite)
         folder.mkdir(parents=True, exist_ok=True)
         self.settings = settings(decoder, config)
-        self.runners = {column: runner(decoder, column) for column in config.columns}
-        self.mode_settings = {m: {**self.settings, **mode_settings(*self.runners[m])} for m in config.columns}
-        self.hashes = {mode: _hash(value) for mode, value in self.mode_settings.items()}
-        wanted = {(p.key, mode, self.hashes[mode]) for p in suite for mode in config.columns}
-        for prompt in suite:  # one that is too long must not end the run half way
+
+        def make(name: str) -> Column:
+            return column(decoder, name, peers)
+
+        self.columns = {name: make(name) for name in config.columns}
+        if self.sweep:
+            self.columns = self.sweep.expand(self.columns, make)
+        for name, one in self.columns.items():
+            if isinstance(one, PeerColumn):
+                one.peer.log = folder / f"{name}.log"
+        self.column_settings = {name: {**self.settings, **one.describe()} for name, one in self.columns.items()}
+        self.hashes = {name: _hash(value) for name, value in self.column_settings.items()}
+        wanted = {(p.key, name, self.hashes[name]) for p in self.suite for name in self.columns}
+        self._ids = {}
+        for prompt in self.suite:  # one that is too long must not end the run half way
             try:
-                decoder.target.encode_messages(prompt.messages)
+                self._ids[prompt.key] = decoder.target.encode_messages(prompt.messages)
             except TargetError as error:
                 raise TargetError(f"{prompt.key}: {error}") from error
         stored = _read(folder / "rows.jsonl", Row.from_dict)
@@ -117,154 +152,140 @@ class Bench:
 
     @property
     def total(self) -> int:
-        return len(self.suite) * len(self.config.columns)
+        return len(self.suite) * len(self.columns)
 
     @property
     def done(self) -> int:
         return len(self._done)
 
     def run(self) -> Iterator[Row]:
-        """Measure what is missing. The order of the modes rotates from prompt to prompt, so that none has the
+        """Measure what is missing. The order of the columns rotates from prompt to prompt, so that none has the
         better place; each has had a warm-up."""
         if self.done == self.total:
             return
-        for mode in self.config.columns:
-            self._measure(self.suite[0], mode, WARM_UP_TOKENS)
-        columns = self.config.columns
-        with (self.folder / "rows.jsonl").open("a", encoding="utf-8") as out:
-            for i, prompt in enumerate(self.suite):
-                for mode in (*columns[i % len(columns) :], *columns[: i % len(columns)]):
-                    if (prompt.key, mode) in self._done:
-                        continue
-                    row = self._measure(prompt, mode, self.config.max_new_tokens)
-                    out.write(json.dumps(row.to_dict()) + "\n")
-                    out.flush()
-                    self.rows.append(row)
-                    self._done.add((prompt.key, mode))
-                    yield row
+        names = list(self.columns)
+        try:
+            for name in names:
+                if any((p.key, name) not in self._done for p in self.suite):
+                    self._measure(self.suite[0], name, WARM_UP_TOKENS)
+            with (self.folder / "rows.jsonl").open("a", encoding="utf-8") as out:
+                for i, prompt in enumerate(self.suite):
+                    for name in (*names[i % len(names) :], *names[: i % len(names)]):
+                        if (prompt.key, name) in self._done:
+                            continue
+                        row = self._measure(prompt, name, self.config.max_new_tokens)
+                        out.write(json.dumps(row.to_dict()) + "\n")
+                        out.flush()
+                        self.rows.append(row)
+                        self._done.add((prompt.key, name))
+                        yield row
+        finally:
+            for one in self.columns.values():
+                one.close()
 
-    def _measure(self, prompt: SuitePrompt, column: str, max_new_tokens: int) -> Row:
-        row = measure(*self.runners[column], prompt, max_new_tokens)
-        return replace(row, mode=column, settings=self.hashes[column])
+    def _measure(self, prompt: SuitePrompt, name: str, max_new_tokens: int) -> Row:
+        row = measure(self.columns[name], prompt, self._ids[prompt.key], max_new_tokens)
+        return replace(row, mode=name, settings=self.hashes[name])
 
-    def result(self) -> dict[str, Any]:
-        """Everything there is to say; writes `result.json`, `table.md` and `plot.png`."""
+    def result(self, oracle: Mapping[str, Mapping[str, float]] | None = None) -> dict[str, Any]:
+        """Everything there is to say; writes `result.json`, `table.md`, `plot.png`, and `sweep.png` of a sweep.
+
+        `oracle`: by column and group the share of the step oracle's gain that was reached, from a replay.
+        """
         rows = sorted(self.rows, key=lambda r: (r.key, r.mode))
-        found = {
+        ordered = [r for p in self.suite for r in self.rows if r.key == p.key]
+        summary = summarize(ordered, list(self.columns), self.config.over, oracle)
+        about = {n: c.peer.about for n, c in self.columns.items() if isinstance(c, PeerColumn) and c.peer.about}
+        found: dict[str, Any] = {
             "settings": self.settings,
-            "modes": self.mode_settings,
+            "modes": self.column_settings,
             "provenance": provenance(),
-            "summary": summarize([r for p in self.suite for r in self.rows if r.key == p.key], self.config.columns),
-            "gate": [q for a, b in gated(self.runners) if (q := gate_quality(rows, a, b)) is not None],
+            "peers": about,
+            "differs": {name: f"{told['ready']}: {told['differs']}" for name, told in about.items()},
+            "summary": summary,
+            "sweep": points(self.sweep, summary, self.columns) if self.sweep else None,
+            "gate": [q for a, b in gated(self.columns) if (q := gate_quality(rows, a, b)) is not None],
             "equality": self.equality(),
         }
         write_json(self.folder / "result.json", found)
         (self.folder / "table.md").write_text(markdown(found), encoding="utf-8")
-        if found["summary"]:
+        if summary:
             plot(found, self.folder / "plot.png")
+        if found["sweep"]:
+            title = f"{self.settings['target']}, {self.settings['dtype']}, {OVERALL}"
+            plot_sweep(found["sweep"], title, self.folder / "sweep.png")
         return found
 
     def equality(self) -> dict[str, Any]:
-        """How each mode's text compares with the reference's (plain `generate`, else `ar`)."""
-        columns = self.config.columns
-        reference = next((m for m in ("hf", "ar") if m in columns), columns[0])
-        texts = {r.key: r for r in self.rows if r.mode == reference}
-        prompts = {p.key: p for p in self.suite}
+        """How each column's text compares with its reference's."""
+        texts = {(r.key, r.mode): r for r in self.rows}
         stored = _read(self.folder / "differences.jsonl", lambda d: Difference(**{**d, "tokens": tuple(d["tokens"])}))
         known = {(d.key, d.mode, d.settings, d.reference, d.index): d for d in stored}
+        prompts = {p.key: p for p in self.suite}
         modes: dict[str, Any] = {}
         with (self.folder / "differences.jsonl").open("a", encoding="utf-8") as out:
-            for mode in columns:
-                if mode == reference:
-                    continue
+            for mode, reference in references(self.columns).items():
+                own = self.columns[mode].own and self.columns[reference].own
+                pairs = [(r, t) for r in self.rows if r.mode == mode and (t := texts.get((r.key, reference)))]
+                apart = [(a, b, i) for a, b in pairs if (i := divergence(a.tokens, b.tokens)) is not None]
                 differences = []
-                mine = [r for r in self.rows if r.mode == mode and r.key in texts]
-                for row in mine:
-                    index = divergence(row.tokens, texts[row.key].tokens)
-                    if index is None:
-                        continue
+                for row, other, index in apart if own else ():
                     key = (row.key, mode, row.settings, reference, index)
                     if key not in known:
-                        known[key] = difference(
-                            self.decoder.target, prompts[row.key], row, texts[row.key].tokens, index, reference
-                        )
+                        sampling = self.columns[mode].sampling
+                        known[key] = difference(self.decoder.target, prompts[row.key], row, other, index, sampling)
                         out.write(json.dumps(asdict(known[key])) + "\n")
                     differences.append(known[key])
                 modes[mode] = {
-                    "prompts": len(mine),
-                    "different": len(differences),
-                    "near_ties": sum(d.near_tie for d in differences),
+                    "reference": reference,
+                    "judged": own,
+                    "prompts": len(pairs),
+                    "different": len(apart),
+                    "near_ties": sum(d.near_tie for d in differences) if own else None,
                     "differences": [asdict(d) for d in differences],
                 }
-        return {"reference": reference, "exact": self.decoder.target.dtype == torch.float32, "modes": modes}
+        return {"exact": self.decoder.target.dtype == torch.float32, "modes": modes}
 
 
 def unequal(result: dict[str, Any]) -> list[str]:
-    """Modes whose text is wrong: any difference in float32, one that is no near-tie otherwise."""
+    """Columns whose text is wrong: any difference in float32, one that is no near-tie otherwise. Other engines may
+    differ."""
     same = result["equality"]
     return [
         mode
         for mode, found in same["modes"].items()
-        if found["different"] and (same["exact"] or found["near_ties"] < found["different"])
+        if found["judged"] and found["different"] and (same["exact"] or found["near_ties"] < found["different"])
     ]
 
 
-def measure(decoder: Decoder, mode: str, prompt: SuitePrompt, max_new_tokens: int) -> Row:
-    """One row, without the hash of its settings."""
-    ids = decoder.target.encode_messages(prompt.messages)
+def measure(column: Column, prompt: SuitePrompt, ids: list[int], max_new_tokens: int) -> Row:
+    """One row, without its column's name and the hash of its settings."""
     place: dict[str, Any] = {"key": prompt.key, "group": prompt.group, "copy_heavy": prompt.copy_heavy}
-    place |= {"mode": mode, "settings": ""}
-    if mode in BASELINES:
-        written = hugging_face(decoder.target, ids, max_new_tokens, mode)
-        return Row(
-            **place,
-            prompt_tokens=len(ids),
-            tokens=written.tokens,
-            decoded=sum(written.pieces[1:]),
-            steps=len(written.pieces) - 1,
-            first_token_seconds=written.first_token_seconds,
-            decode_seconds=written.decode_seconds,
-        )
-    generation = decoder.generate(ids, mode=mode, max_new_tokens=max_new_tokens)
-    if generation.interrupted:
-        raise KeyboardInterrupt
-    return Row(
-        **place,
-        prompt_tokens=len(ids),
-        tokens=list(generation.tokens),
-        decoded=len(generation.tokens) - 1,
-        steps=generation.steps,
-        first_token_seconds=generation.first_token_seconds,
-        decode_seconds=generation.decode_seconds,
-        drafts=drafts_of(decoder.trace.records),
-    )
-
-
-def drafts_of(records: Sequence[StepRecord]) -> dict[str, Drafts]:
-    """What each drafter's drafts came to."""
-    found: dict[str, Drafts] = {}
-    for record in records:
-        for name in set(record.source):
-            kept = sum(record.source[node] == name for node in record.accepted)
-            found[name] = found.get(name, Drafts()) + Drafts(1, kept, int(kept == 0))
-    return found
+    answer = column.write(ids, max_new_tokens)
+    return Row(**place, mode="", settings="", prompt_tokens=len(ids), **vars(answer))
 
 
 def difference(
-    target: Target, prompt: SuitePrompt, row: Row, reference: Sequence[int], index: int, name: str
+    target: Target, prompt: SuitePrompt, row: Row, reference: Row, index: int, sampling: Sampling
 ) -> Difference:
-    """Ask the target, fed with the text that both share, how near the two tokens were."""
+    """Ask the target, fed with the text that both share, how near the two tokens were; where it samples, with the
+    noise that both met, in units of logits."""
     mine = row.tokens[index] if index < len(row.tokens) else None
-    theirs = reference[index] if index < len(reference) else None
+    theirs = reference.tokens[index] if index < len(reference.tokens) else None
     gap = ulps = None
     if mine is not None and theirs is not None:
         shared = [*target.encode_messages(prompt.messages), *row.tokens[:index]]
         tokens = torch.tensor([shared], device=target.device)
         logits = target.forward(tokens, KVCache(1, capacity=len(shared)), logits_to_keep=1)[0, -1].float()
-        top = float(logits.max())
-        gap = top - min(float(logits[mine]), float(logits[theirs]))
+        scores, top = logits, float(logits.max())
+        if not sampling.greedy:
+            place = torch.tensor([len(shared)], device=target.device)
+            every = torch.arange(len(logits), device=target.device)
+            noise = gumbel(sampling.seed, torch.zeros_like(place), place, every)[0]
+            scores = (sampling.process(logits) + noise) * sampling.temperature
+        gap = float(scores.max()) - min(float(scores[mine]), float(scores[theirs]))
         ulps = gap / 2.0 ** (math.floor(math.log2(abs(top))) - 7) if top else float("inf")
-    return Difference(row.key, row.mode, row.settings, name, index, (mine, theirs), gap, ulps)
+    return Difference(row.key, row.mode, row.settings, reference.mode, index, (mine, theirs), gap, ulps)
 
 
 # -- what a row depends on --------------------------------------------------------------------------
@@ -285,61 +306,32 @@ def settings(decoder: Decoder, config: BenchConfig) -> dict[str, Any]:
     }
 
 
-OF_DRAFTER = {"copy": ("depth", "copy_nodes"), "eagle": ("neural_nodes", "neural_depth", "neural_tree")}
-"""Mode settings that matter where a drafter takes part; the drafter's own description says the rest."""
-
-
-def runner(decoder: Decoder, column: str) -> tuple[Decoder, str]:
-    """The decoder and mode of a column: a mode's name, and settings of its own after slashes."""
-    mode, *changes = column.split("/")
-    if not changes:
-        return decoder, mode
-    known = {f.name for f in fields(ModeSettings)}
-    values: dict[str, Any] = {}
-    for change in changes:
-        name, _, text = change.partition("=")
-        if name not in known or not text:
-            raise DecodingError(f"{column!r}: {change!r} is no setting=value; settings are {', '.join(sorted(known))}")
-        try:
-            values[name] = json.loads(text)
-        except json.JSONDecodeError:
-            values[name] = text
-    try:
-        changed = replace(decoder.settings, **values)
-    except (TypeError, ValueError) as error:
-        raise DecodingError(f"{column!r}: {error}") from error
-    return Decoder(decoder.target, decoder.probe, decoder.neural, changed), mode
-
-
-def gated(runners: Mapping[str, tuple[Decoder, str]]) -> list[tuple[str, str]]:
+def gated(columns: Mapping[str, Column]) -> list[tuple[str, str]]:
     """Pairs of columns that differ in the gate alone: one that chooses, and one that copies at every suffix match."""
-    plans = {c: d.describe(mode) for c, (d, mode) in runners.items() if mode not in BASELINES}
+    plans = {n: c.decoder.describe(c.mode) for n, c in columns.items() if isinstance(c, ModeColumn)}
     drafts = {c: (p["drafters"], settings_of_drafters(p)) for c, p in plans.items()}
     always = [c for c, p in plans.items() if p["gate"] == "MatchLengthGate"]
     return [
-        (column, other)
-        for column, plan in plans.items()
+        (name, other)
+        for name, plan in plans.items()
         if plan["gate"] not in ("MatchLengthGate", "Never", "Always")
         for other in always
-        if drafts[other] == drafts[column]
+        if drafts[other] == drafts[name]
     ]
 
 
-def mode_settings(decoder: Decoder, mode: str) -> dict[str, Any]:
-    """What a mode's rows depend on besides: only what it uses, so that a new probe leaves the rows of `ar` alone."""
-    if mode in BASELINES:
-        return {"mode": mode, "lookup_tokens": LOOKUP_TOKENS if mode == "hf-lookup" else 0}
-    found = decoder.describe(mode)
-    used = settings_of_drafters(found)
-    if found["probe"] is not None:
-        used["tau"] = found["settings"]["tau"]
-    return {**found, "settings": used}
-
-
-def settings_of_drafters(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a mode's description, the settings that its drafters' trees depend on."""
-    names = [name for drafter in described["drafters"] for name in OF_DRAFTER.get(drafter["name"], ())]
-    return {name: described["settings"][name] for name in names}
+def references(columns: Mapping[str, Column]) -> dict[str, str]:
+    """The column whose text each other one's must be, among those that sample alike: plain `generate`, else the
+    target alone, else the first of this project's."""
+    found = {}
+    for name, one in columns.items():
+        alike = [n for n, c in columns.items() if c.sampling == one.sampling]
+        plain = [n for n in alike if n.split("/")[0] == "ar"]
+        own = [n for n in alike if columns[n].own]
+        reference = next((n for n in ("hf", *plain, *own, *alike) if n in alike), name)
+        if reference != name:
+            found[name] = reference
+    return found
 
 
 def _hash(value: object) -> str:

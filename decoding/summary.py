@@ -1,22 +1,27 @@
 """What the rows of a benchmark say: speed by group, paired ratios with intervals, and how the gate did.
 
 Speeds are decode speeds: tokens after the first one over the seconds after it. A group's speed is its total tokens
-over its total seconds, so that long answers weigh as much as they take.
+over its total seconds, so that long answers weigh as much as they take. A prompt loops if any text that was written
+for it holds a loop (`decoding.loops`); every speed is also told over the prompts that do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from decoding.loops import in_loops
 from probes.evaluation import Interval
 
 OVERALL = "overall"
 HEAVY = "copy-heavy"
+BASES = ("ar", "hf", "hf-lookup", "eagle")
+"""Columns that speeds are shown over, where they are in a run."""
 RESAMPLES = 2000
 
 
@@ -28,10 +33,17 @@ class Drafts:
     accepted: int = 0
     """Drafted tokens that were kept."""
     empty: int = 0
-    """Steps that kept no drafted token."""
+    """Steps that kept no drafted token, whoever drafted it; of the copy drafter, its false copies."""
+    empty_seconds: float = 0.0
+    """What those steps took."""
 
     def __add__(self, other: Drafts) -> Drafts:
-        return Drafts(self.steps + other.steps, self.accepted + other.accepted, self.empty + other.empty)
+        return Drafts(
+            self.steps + other.steps,
+            self.accepted + other.accepted,
+            self.empty + other.empty,
+            self.empty_seconds + other.empty_seconds,
+        )
 
 
 @dataclass(frozen=True)
@@ -50,19 +62,26 @@ class Row:
     decoded: int
     """Tokens that came after the first forward, the one that reads the prompt."""
     steps: int
-    """Forwards of the target after that one."""
+    """Forwards of the target after that one; 0 where a peer does not tell."""
     first_token_seconds: float
     decode_seconds: float
     drafts: dict[str, Drafts] = field(default_factory=dict)
     """By drafter; empty for modes that do not tell."""
+    step_seconds: float = 0.0
+    """What the steps took by the trace, text and bookkeeping around them left out; 0 where there is no trace."""
+
+    @property
+    def looped(self) -> int:
+        """Generated tokens that lie in a loop."""
+        return int(in_loops(self.tokens).sum())
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "looped": self.looped}
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Row:
         drafts = {name: Drafts(**d) for name, d in record["drafts"].items()}
-        return cls(**{**record, "drafts": drafts})
+        return cls(**{**{k: v for k, v in record.items() if k != "looped"}, "drafts": drafts})
 
 
 def speed(rows: Sequence[Row]) -> float:
@@ -80,8 +99,6 @@ def ratio(rows: Sequence[Row], base: Sequence[Row], seed: int = 0, resamples: in
     )
     if not len(columns):
         return Interval(float("nan"), float("nan"), float("nan"))
-    draw = np.random.default_rng(seed)
-    times = draw.multinomial(len(rows), np.full(len(rows), 1 / len(rows)), size=resamples)  # how often each was drawn
 
     def of(sums: np.ndarray) -> np.ndarray:
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -90,8 +107,14 @@ def ratio(rows: Sequence[Row], base: Sequence[Row], seed: int = 0, resamples: in
 
     if len(columns) == 1:
         return Interval(float(of(columns.sum(0))), float("nan"), float("nan"))
-    low, high = np.nanpercentile(of(times @ columns), [2.5, 97.5])
+    low, high = np.nanpercentile(of(_draws(len(columns), seed, resamples) @ columns), [2.5, 97.5])
     return Interval(float(of(columns.sum(0))), float(low), float(high))
+
+
+@lru_cache(maxsize=64)
+def _draws(count: int, seed: int, resamples: int) -> NDArray[np.int64]:
+    """How often each of `count` prompts was drawn in each resample."""
+    return np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=resamples)
 
 
 def divergence(tokens: Sequence[int], reference: Sequence[int]) -> int | None:
@@ -102,10 +125,29 @@ def divergence(tokens: Sequence[int], reference: Sequence[int]) -> int | None:
     return None if len(tokens) == len(reference) else min(len(tokens), len(reference))
 
 
-def summarize(rows: Sequence[Row], modes: Sequence[str]) -> list[dict[str, Any]]:
-    """One record for each group and mode, over the prompts that every mode has finished."""
+def counterpart(column: str, base: str, columns: Sequence[str]) -> str | None:
+    """The column that `column` is shown over for a base: the base's own, with as many of the column's settings as
+    one has (`eagle/temperature=1` over `ar/temperature=1`); None if there is none but itself."""
+    name, *wanted = base.split("/")
+    mine = {*wanted, *column.split("/")[1:]}
+    found = [(len(c.split("/")), c) for c in columns if c != column and c.split("/")[0] == name]
+    fitting = [(n, c) for n, c in found if set(wanted) <= set(c.split("/")[1:]) <= mine]
+    return max(fitting)[1] if fitting else None
+
+
+def summarize(
+    rows: Sequence[Row],
+    modes: Sequence[str],
+    over: Sequence[str] = BASES,
+    oracle: Mapping[str, Mapping[str, float]] | None = None,
+) -> list[dict[str, Any]]:
+    """One record for each group and mode, over the prompts that every mode has finished.
+
+    `oracle` holds by mode and group the share of the step oracle's gain that was reached, where a replay found it.
+    """
     by_mode = {mode: {r.key: r for r in rows if r.mode == mode} for mode in modes}
     common = set.intersection(*(set(found) for found in by_mode.values())) if by_mode else set()
+    loops = {r.key for found in by_mode.values() for r in found.values() if r.key in common and r.looped}
     first = next(iter(by_mode.values()), {})
     order = [r for key, r in first.items() if key in common]
     groups = list(dict.fromkeys(r.group for r in order))
@@ -116,30 +158,66 @@ def summarize(rows: Sequence[Row], modes: Sequence[str]) -> list[dict[str, Any]]
     members[OVERALL] = [r.key for r in order]
     out = []
     for group, keys in members.items():
+        free = [k for k in keys if k not in loops]
         for mode in modes:
             mine = [by_mode[mode][k] for k in keys]
             record: dict[str, Any] = {"group": group, "mode": mode, "prompts": len(mine), **_numbers(mine)}
-            for base in ("ar", "hf"):
-                if base in by_mode and mode != base:
-                    record[f"over_{base}"] = ratio(mine, [by_mode[base][k] for k in keys]).to_dict()
+            record |= _ratios(by_mode, mode, over, keys)
+            plain = counterpart(mode, "ar", modes)
+            record |= _lost(mine, [by_mode[plain][k] for k in keys] if plain else [])
+            record["no_loops"] = {
+                "prompts": len(free),
+                "tokens_per_second": speed([by_mode[mode][k] for k in free]) if free else None,
+                **_ratios(by_mode, mode, over, free),
+            }
+            if oracle is not None:
+                record["oracle_share"] = oracle.get(mode, {}).get(group)
             out.append(record)
     return out
 
 
+def _ratios(
+    by_mode: Mapping[str, Mapping[str, Row]], mode: str, over: Sequence[str], keys: Sequence[str]
+) -> dict[str, Any]:
+    found = {}
+    for base in over:
+        other = counterpart(mode, base, list(by_mode))
+        if other is not None:
+            rows, others = ([by_mode[m][k] for k in keys] for m in (mode, other))
+            found[f"over_{base}"] = ratio(rows, others).to_dict()
+    return found
+
+
 def _numbers(rows: Sequence[Row]) -> dict[str, Any]:
-    steps, decoded = sum(r.steps for r in rows), sum(r.decoded for r in rows)
+    told = [r for r in rows if r.steps]
+    steps, decoded = sum(r.steps for r in told), sum(r.decoded for r in rows)
     drafts = _total(rows)
     drafting = sum(d.steps for d in drafts.values())
+    written = sum(len(r.tokens) for r in rows)
+    copies = drafts.get("copy")
     return {
         "tokens_per_second": speed(rows),
-        "tokens_per_step": decoded / steps if steps else None,
+        "tokens_per_step": sum(r.decoded for r in told) / steps if steps else None,
         "accepted_length": sum(d.accepted for d in drafts.values()) / drafting if drafting else None,
-        "copy_steps": drafts["copy"].steps / steps if "copy" in drafts and steps else None,
+        "copy_steps": copies.steps / steps if copies and steps else None,
+        "false_copies": copies.empty / copies.steps if copies and copies.steps else None,
         "first_token_seconds": float(np.median([r.first_token_seconds for r in rows])) if rows else None,
+        "looped": sum(r.looped for r in rows) / written if written else None,
         "decoded": decoded,
         "steps": steps,
         "decode_seconds": sum(r.decode_seconds for r in rows),
     }
+
+
+def _lost(rows: Sequence[Row], plain: Sequence[Row]) -> dict[str, Any]:
+    """Milliseconds lost to false copies: what these steps took beyond as many mean steps of the target alone on the
+    same prompt in the same run, which give the same tokens."""
+    copies = [(r.drafts["copy"], base) for r, base in zip(rows, plain, strict=False) if "copy" in r.drafts]
+    if not copies or not all(base.steps and base.step_seconds for _, base in copies):
+        return {"lost_ms": None, "lost_share": None}
+    lost = sum(d.empty_seconds - d.empty * base.step_seconds / base.steps for d, base in copies)
+    seconds = sum(r.decode_seconds for r in rows)
+    return {"lost_ms": lost * 1e3, "lost_share": lost / seconds if seconds else None}
 
 
 def _total(rows: Sequence[Row]) -> dict[str, Drafts]:
@@ -168,100 +246,3 @@ def gate_quality(rows: Sequence[Row], mode: str, always: str) -> dict[str, Any] 
         "kept_tokens": gated.accepted / free.accepted if free.accepted else None,
         "avoided_empty_steps": 1 - gated.empty / free.empty if free.empty else None,
     }
-
-
-# -- for people -------------------------------------------------------------------------------------
-
-
-def _cell(value: Any, form: str) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, dict):
-        return format(Interval(**{k: float("nan") if v is None else v for k, v in value.items()}), ".2f")
-    return format(value, form)
-
-
-COLUMNS: tuple[tuple[str, str, str], ...] = (
-    ("tokens_per_second", "tokens/s", ".1f"),
-    ("over_ar", "× ar [95 %]", ""),
-    ("over_hf", "× hf [95 %]", ""),
-    ("tokens_per_step", "tokens per step", ".2f"),
-    ("accepted_length", "accepted length when drafting", ".2f"),
-    ("copy_steps", "steps copied", ".0%"),
-    ("first_token_seconds", "first token s (median)", ".3f"),
-)
-
-
-def table_cells(record: dict[str, Any]) -> list[str]:
-    return [record["mode"], *(_cell(record.get(name), form) for name, _, form in COLUMNS)]
-
-
-def markdown(result: dict[str, Any]) -> str:
-    """The whole result as Markdown tables: all prompts first, then each group."""
-    records = result["summary"]
-    groups = list(dict.fromkeys(r["group"] for r in records))
-    groups.sort(key=lambda g: {OVERALL: 0, HEAVY: 1}.get(g, 2))
-    settings = result["settings"]
-    lines = [
-        f"# {settings['target']}, {settings['dtype']}, {settings['device']}, {settings['threads']} threads",
-        "",
-        f"At most {settings['max_new_tokens']} new tokens a prompt, greedy. Speeds leave out the first token, which "
-        "has a column of its own. Ratios are paired over prompts; brackets hold 95 % bootstrap intervals.",
-    ]
-    heads = ["mode", *(head for _, head, _ in COLUMNS)]
-    for group in groups:
-        members = [r for r in records if r["group"] == group]
-        lines += ["", f"## {group} ({members[0]['prompts']} prompts)", "", _line(heads), _line(["---"] * len(heads))]
-        lines += [_line(table_cells(r)) for r in members]
-    for gate in result["gate"]:
-        lines += [
-            "",
-            f"## Gate of {gate['mode']} beside {gate['always']} (copies at every suffix match)",
-            "",
-            _line(["copy steps", "copy steps without a gate", "kept copy tokens", "avoided empty copy steps"]),
-            _line(["---"] * 4),
-            _line(
-                [
-                    str(gate["copy_steps"]),
-                    str(gate["always_copy_steps"]),
-                    _cell(gate["kept_tokens"], ".1%"),
-                    _cell(gate["avoided_empty_steps"], ".1%"),
-                ]
-            ),
-        ]
-    same = result["equality"]
-    lines += ["", f"## Same text as {same['reference']}", ""]
-    lines += [_line(["mode", "prompts", "equal", "first differences that are near-ties"]), _line(["---"] * 4)]
-    for mode, found in same["modes"].items():
-        ties = f"{found['near_ties']} of {found['different']}" if found["different"] else "–"
-        lines.append(_line([mode, str(found["prompts"]), str(found["prompts"] - found["different"]), ties]))
-    return "\n".join(lines) + "\n"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def plot(result: dict[str, Any], file: Path) -> None:
-    """Bars of tokens/s for each group and mode."""
-    from matplotlib.figure import Figure
-
-    records = result["summary"]
-    groups = list(dict.fromkeys(r["group"] for r in records))
-    modes = list(dict.fromkeys(r["mode"] for r in records))
-    figure = Figure(figsize=(max(7.0, 1.5 * len(groups)), 4.2), layout="constrained")
-    axes = figure.subplots()
-    width = 0.8 / len(modes)
-    value: Callable[[str, str], float] = lambda g, m: next(  # noqa: E731
-        r["tokens_per_second"] for r in records if r["group"] == g and r["mode"] == m
-    )
-    for i, mode in enumerate(modes):
-        places = [g + (i - (len(modes) - 1) / 2) * width for g in range(len(groups))]
-        axes.bar(places, [value(g, mode) for g in groups], width, label=mode)
-    axes.set_xticks(range(len(groups)), [g.replace(" ", "\n", 1).replace("_", "\n", 1) for g in groups], fontsize=8)
-    axes.set_ylabel("tokens/s after the first token")
-    axes.set_title(f"{result['settings']['target']}, {result['settings']['dtype']}, {result['settings']['device']}")
-    axes.legend(frameon=False, fontsize=8, ncols=min(len(modes), 6))
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    figure.savefig(file, dpi=150)

@@ -26,7 +26,7 @@ COMMANDS = {
     "write": "Let the target write bulk text for training drafters.",
     "adapt": "Make a probe and a head for a target of your own.",
     "profile": "Measure what each part of a step costs on this machine.",
-    "bench": "Compare modes on prompts, beside Hugging Face generate.",
+    "bench": "Compare modes on prompts, beside Hugging Face generate and other engines.",
     "sites": "List where a target's hidden states can be read.",
     "parity": "Compare the hooks with TransformerLens, in float32 and float64.",
     "doctor": "Say what is installed, cached and missing.",
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 USAGE_ERRORS = ("UsageError", "TargetError", "PromptError", "DecodingError", "ChoiceError")
 """What was asked for cannot be done. By name, because their modules load torch."""
-FAILURES = ("StoreError", "EngineError", "ProbeError", "HeadError", "CostError", "MissingModel")
+FAILURES = ("StoreError", "EngineError", "ProbeError", "HeadError", "CostError", "MissingModel", "PeerError")
 """What was asked for is right, and something in the way."""
 
 

@@ -15,7 +15,8 @@ from test_eagle_head import random_head
 from activations.target import Target
 from decoding import bench as module
 from decoding.baselines import hugging_face
-from decoding.bench import Bench, BenchConfig, drafts_of, gated, measure, unequal
+from decoding.bench import Bench, BenchConfig, gated, measure, unequal
+from decoding.columns import Column, ModeColumn, drafts_of, seconds_of
 from decoding.decoder import Decoder
 from decoding.eagle.drafter import EagleDrafter
 from decoding.modes import DecodingError, ModeSettings
@@ -89,9 +90,9 @@ def test_other_settings_are_measured_anew_and_only_where_they_matter(decoder: De
 def test_the_order_of_the_modes_rotates(decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, str]] = []
 
-    def fake(decoder: Decoder, mode: str, prompt: SuitePrompt, max_new_tokens: int) -> Row:
-        seen.append((prompt.key, mode))
-        return Row(prompt.key, prompt.group, False, mode, "", 1, [1, 2], 1, 1, 0.1, 0.1)
+    def fake(column: Column, prompt: SuitePrompt, ids: list[int], max_new_tokens: int) -> Row:
+        seen.append((prompt.key, column.describe()["mode"]))
+        return Row(prompt.key, prompt.group, False, "", "", 1, [1, 2], 1, 1, 0.1, 0.1)
 
     monkeypatch.setattr(module, "measure", fake)
     list(Bench(decoder, suite(), CONFIG, tmp_path).run())
@@ -140,13 +141,16 @@ def test_baseline_pieces_add_up_and_attention_is_set_back(decoder: Decoder) -> N
 
 
 def test_drafts_are_counted_by_drafter(decoder: Decoder) -> None:
-    row = measure(decoder, "copy", suite(1)[0], 40)
+    prompt = suite(1)[0]
+    row = measure(ModeColumn(decoder, "copy"), prompt, decoder.target.encode_messages(prompt.messages), 40)
     records = decoder.trace.records
     drafted = [r for r in records if r.tokens]
+    empty = [r for r in drafted if not r.accepted]
     assert drafts_of(records)["copy"] == Drafts(
-        len(drafted), sum(len(r.accepted) for r in drafted), sum(not r.accepted for r in drafted)
+        len(drafted), sum(len(r.accepted) for r in drafted), len(empty), sum(map(seconds_of, empty))
     )
     assert row.steps == len(records)
+    assert sum(d.empty_seconds for d in row.drafts.values()) <= row.step_seconds <= row.decode_seconds
 
 
 def test_columns_with_settings_of_their_own(decoder: Decoder, tmp_path: Path) -> None:
@@ -175,9 +179,10 @@ def test_columns_with_settings_of_their_own(decoder: Decoder, tmp_path: Path) ->
         ("switchsd", "copy"), ("switchsd", "switchsd/gate=match"), ("switchsd/kappa=3", "copy/kappa=3"),
     }  # fmt: skip
     for prompt in suite():
-        free = Decoder(decoder.target, settings=ModeSettings(kappa=3))
-        alone = measure(free, "copy", prompt, 40)
-        assert rows[prompt.key, "copy/kappa=3"].drafts == alone.drafts
+        free = ModeColumn(Decoder(decoder.target, settings=ModeSettings(kappa=3)), "copy")
+        alone = measure(free, prompt, decoder.target.encode_messages(prompt.messages), 40)
+        mine, theirs = rows[prompt.key, "copy/kappa=3"].drafts["copy"], alone.drafts["copy"]
+        assert (mine.steps, mine.accepted, mine.empty) == (theirs.steps, theirs.accepted, theirs.empty)
     for bad in ("copy/kapa=3", "copy/kappa", "copy/kappa=0", "copy/gate=luck"):
         with pytest.raises(DecodingError, match="copy/"):
             Bench(with_probe, suite(), replace(config, modes=(bad,)), tmp_path)
@@ -193,9 +198,9 @@ def test_a_gate_is_compared_with_copying_under_the_same_limits(decoder: Decoder)
 
     probed = Gated(decoder.target, settings=ModeSettings(gate="match"))
     wide = Gated(decoder.target, settings=ModeSettings(gate="match", copy_nodes=40))
-    runners = {"free": (free, "switchsd"), "probed": (probed, "switchsd"), "wide": (wide, "switchsd")}
+    columns = {name: ModeColumn(d, "switchsd") for name, d in (("free", free), ("probed", probed), ("wide", wide))}
     assert plan["gate"] == "MatchLengthGate"
-    assert gated(runners) == [("probed", "free")], "another number of nodes is more than another gate"
+    assert gated(columns) == [("probed", "free")], "another number of nodes is more than another gate"
 
 
 def test_an_eagle_column_runs_and_its_rows_depend_on_the_head(decoder: Decoder, tmp_path: Path) -> None:
@@ -243,7 +248,7 @@ def test_the_built_in_suite_is_the_validation_corpus() -> None:
     ("values", "text"),
     [
         ({"modes": ()}, "at least one"),
-        ({"baselines": ("vllm",)}, "unknown baseline 'vllm'"),
+        ({"baselines": ("tgi",)}, "unknown baseline 'tgi'"),
         ({"max_new_tokens": 1}, "at least 2"),
         ({"limit": -1}, "0 (all)"),
     ],

