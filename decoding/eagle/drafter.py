@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
+from activations.linear import Product
 from activations.target import Target
 from decoding.budgets import Budget
 from decoding.eagle.head import ACTIVATIONS, EagleHead, HeadError, HeadWarning, rms_norm
@@ -47,11 +47,11 @@ class _Weights:
 
     def __init__(self, block: Any) -> None:
         attn, mlp = block.self_attn, block.mlp
-        self.q, self.q_bias = attn.q_proj.weight, attn.q_proj.bias
-        self.kv, self.kv_bias = _joined(attn.k_proj, attn.v_proj)
-        self.o, self.o_bias = attn.o_proj.weight, attn.o_proj.bias
-        self.gate_up, self.gate_up_bias = _joined(mlp.gate_proj, mlp.up_proj)
-        self.down, self.down_bias = mlp.down_proj.weight, mlp.down_proj.bias
+        self.q = _product(attn.q_proj)
+        self.kv = _product(attn.k_proj, attn.v_proj)
+        self.o = _product(attn.o_proj)
+        self.gate_up = _product(mlp.gate_proj, mlp.up_proj)
+        self.down = _product(mlp.down_proj)
         self.hidden_norm = _weight(block, "hidden_norm")
         self.input_norm = _weight(block, "input_layernorm")
         self.q_norm, self.k_norm = _weight(attn, "q_norm"), _weight(attn, "k_norm")
@@ -63,13 +63,15 @@ def _weight(module: Any, norm: str) -> Any:
     return module.get_submodule(norm).weight if hasattr(module, norm) else None
 
 
-def _joined(*linears: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight and bias of linear maps of one input side by side."""
-    weight = torch.cat([linear.weight for linear in linears])
+def _product(*linears: Any) -> Product:
+    """Linear maps of one input side by side."""
+    weights = [linear.weight.detach() for linear in linears]
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     if all(linear.bias is None for linear in linears):
-        return weight, None
-    biases = [weight.new_zeros(len(m.weight)) if m.bias is None else m.bias for m in linears]
-    return weight, torch.cat(biases)
+        return Product(weight)
+    return Product(
+        weight, torch.cat([weight.new_zeros(len(m.weight)) if m.bias is None else m.bias.detach() for m in linears])
+    )
 
 
 class EagleDrafter:
@@ -125,15 +127,15 @@ class EagleDrafter:
         self.embed = head.embed_tokens if config.own_embedding and not same else target.embed
         self._blocks = [_Weights(block) for block in head.blocks]
         # The head itself is not kept: what is joined above is not needed twice.
-        self._fc: nn.Linear | None = head.fc if config.eagle == 1 or config.features else None
-        self._head, self._tokens = head.lm_head if config.own_head else None, head.draft_tokens
+        self._fc = _product(head.fc) if config.eagle == 1 or config.features else None
+        self._head, self._tokens = _product(head.lm_head) if config.own_head else None, head.draft_tokens
         self._input_norm = _weight(head, "input_norm")
         norms: Any = head.fc_norm if config.fc_norm else ()
         self._state_norms = [norm.weight for norm in norms]
         self._norm = head.norm.weight if config.last_norm else None
         self._act = ACTIVATIONS[config.hidden_act]
         self._angles, self._factor = head.angles, head.rope_factor
-        self._like = self._blocks[0].q
+        self._like = torch.empty(0, dtype=target.dtype, device=target.device)
         self._cos, self._sin = self._table(1024)
         self._states: dict[Request, _State] = {}
         self._warned = False
@@ -191,9 +193,9 @@ class EagleDrafter:
         """What its drafts depend on, for JSON."""
         digest = hashlib.sha256()
         first = self._blocks[0]
-        for weight in (getattr(self._fc, "weight", None), first.q, first.gate_up, getattr(self._head, "weight", None)):
-            if weight is not None:
-                digest.update(weight.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        for product in (self._fc, first.q, first.gate_up, self._head):
+            if product is not None:
+                digest.update(product.dense.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return {
             **self.config.to_dict(),
             "name": self.name,
@@ -379,8 +381,7 @@ class EagleDrafter:
         if self._state_norms:
             parts = states.chunk(len(self._state_norms), dim=-1)
             states = torch.cat([rms_norm(p, w, eps) for p, w in zip(parts, self._state_norms, strict=True)], dim=-1)
-        combined: torch.Tensor = self._fc(states)
-        return combined
+        return self._fc(states)
 
     def _enter(self, hidden: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What the first block's attention reads, and what its result is added to."""
@@ -403,7 +404,7 @@ class EagleDrafter:
         if end > state.keys.shape[2]:
             more = max(end, 2 * state.keys.shape[2]) - state.keys.shape[2]
             state.keys, state.values = (F.pad(t, (0, 0, 0, more)) for t in (state.keys, state.values))
-        kv = F.linear(x, block.kv, block.kv_bias).view(len(x), 2, config.num_key_value_heads, config.per_head)
+        kv = block.kv(x).view(len(x), 2, config.num_key_value_heads, config.per_head)
         k, v = kv.unbind(1)
         if block.k_norm is not None:
             k = rms_norm(k, block.k_norm, config.rms_norm_eps)
@@ -425,7 +426,7 @@ class EagleDrafter:
         """The block's output [n, width]: its rows attend to the slots from `lowest` to before `end`."""
         config, block, n = self.config, self._blocks[number], len(x)
         heads, keys, dim = config.num_attention_heads, config.num_key_value_heads, config.per_head
-        q = F.linear(x, block.q, block.q_bias).view(n, heads, dim)
+        q = block.q(x).view(n, heads, dim)
         if block.q_norm is not None:
             q = rms_norm(q, block.q_norm, config.rms_norm_eps)
         q = rotate(q, cos, sin)
@@ -436,10 +437,10 @@ class EagleDrafter:
         k, v = state.keys[number, None, :, lowest:end], state.values[number, None, :, lowest:end]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=fold)
         out = out.view(keys, groups, n, dim).permute(2, 0, 1, 3).reshape(n, heads * dim)
-        hidden = residual + F.linear(out, block.o, block.o_bias)
+        hidden = residual + block.o(out)
         inner = rms_norm(hidden, block.mlp_norm, config.rms_norm_eps)
-        gate, up = F.linear(inner, block.gate_up, block.gate_up_bias).chunk(2, dim=-1)
-        return hidden + F.linear(self._act(gate) * up, block.down, block.down_bias)
+        gate, up = block.gate_up(inner).chunk(2, dim=-1)
+        return hidden + block.down(self._act(gate) * up)
 
     def _drop_old(self, state: _State, more: int) -> None:
         """Move the rows that are still in sight to the front, where `more` would not fit behind them."""
