@@ -109,7 +109,10 @@ def _vllm(name: str, config: PeerConfig, target: Target) -> tuple[list[str], dic
     dtype = str(target.dtype).removeprefix("torch.")
     command = [python, _script("vllm_engine"), "--model", str(target.folder), "--dtype", dtype]
     command += ["--context", str(min(target.max_length, CONTEXT)), "--speculation", speculation or "none"]
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
+        "NUMBA_NUM_THREADS": "1",  # threads of the n-gram drafter's own slow the engine's down by several times
+    }  # fmt: skip
     return command, {"python": python, "dtype": dtype}, environment
 
 
