@@ -6,7 +6,9 @@ import errno
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import typer
 
@@ -72,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"switchsd {__version__}")
         return OK
+    warnings.showwarning = _tell
     try:
         application(asked)(arguments, prog_name="switchsd")
     except SystemExit as done:
@@ -86,6 +89,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {message}", file=sys.stderr)
         return code
     return OK
+
+
+_show = warnings.showwarning
+
+
+def _tell(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    """Our own warnings in one line for people; others as Python shows them."""
+    if category.__name__ == "HeadWarning":
+        print(f"warning: {message}", file=sys.stderr)
+    else:
+        _show(message, category, *where, **more)
 
 
 USAGE_ERRORS = ("UsageError", "TargetError", "PromptError", "DecodingError", "ChoiceError")

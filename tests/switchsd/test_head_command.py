@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,3 +68,19 @@ def test_export_and_back(run: Run, head: Path, tiny_folder: Path, tmp_path: Path
     assert code == FAILURE and "is not empty" in err
     code, _, err = run("head", "export", tmp_path / "none", tmp_path / "x", "--target", tiny_folder)
     assert code == USAGE and "config.json is missing" in err
+
+
+def test_a_warning_about_a_head_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from decoding.eagle.head import HeadWarning
+    from switchsd import cli
+
+    monkeypatch.setattr(
+        cli, "application", lambda asked: lambda *_, **__: warnings.warn("the head is odd", HeadWarning, stacklevel=1)
+    )
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert cli.main(["head"]) == 0
+    assert capsys.readouterr().err == "warning: the head is odd\n"
