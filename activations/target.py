@@ -25,7 +25,7 @@ from activations import attention, packaged
 from activations.cache import KVCache, attention_mask
 from activations.chat_template import ChatTemplate, MarkerError
 from activations.fast import FastForward, fast_forward
-from activations.linear import pack, unpacked
+from activations.linear import PackedLinear, pack, unpacked
 from activations.sites import BRANCHES, Site, SiteReader, parse_sites
 from activations.structure import Structure, find_blocks, read_structure
 
@@ -278,6 +278,12 @@ class Target:
         if fast is not None and self.device.type != "meta" and self._agrees(fast):
             self._fast = fast
             self._hooks = [hooks for m in self.backbone.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+
+    @property
+    def forward_kind(self) -> str:
+        """What a step's time depends on: the fast forward or the general one, packed layers or ordinary ones."""
+        packed = isinstance(self.head, PackedLinear)
+        return f"{'fast' if self._fast is not None else 'general'}, {'packed' if packed else 'ordinary'} layers"
 
     @contextmanager
     def stock(self) -> Iterator[PreTrainedModel]:

@@ -123,6 +123,7 @@ def key_of(target: Target) -> dict[str, Any]:
         "target": target.name,
         "fingerprint": target.fingerprint.to_dict(),
         "dtype": str(target.dtype).removeprefix("torch."),
+        "forward": target.forward_kind,
         "device": target.device.type,
         "threads": torch.get_num_threads(),
         "machine": machine(),
