@@ -44,14 +44,19 @@ MAYBE = {
 
 
 class _Norm:
-    """RMS norm with float32 inside, rounded where the general code rounds."""
+    """RMS norm with float32 inside, rounded where the general code rounds. In float32 the module itself: its sums do not
+    depend on what else is in the batch."""
 
     def __init__(self, module: Any) -> None:
+        self._module = module
         self.weight: torch.Tensor = module.weight
         self._eps = torch.tensor(float(module.variance_epsilon), device=self.weight.device)
         self._share = 1 / self.weight.shape[0]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.float32:
+            normed: torch.Tensor = self._module(x)
+            return normed
         length = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
         scale = torch.addcmul(self._eps, length, length, value=self._share).rsqrt_()
         return torch.mul(x, scale, out=torch.empty_like(x)).mul_(self.weight)  # in float32, rounded once
@@ -90,7 +95,7 @@ class FastForward:
     """A decoder's forward from token ids to normed final states. `fast_forward` makes one."""
 
     def __init__(self, embed: nn.Module, layers: Sequence[Any], norm: Any, rotary: Any, slides: Sequence[bool]) -> None:
-        self._embed, self._rotary, self._norm = embed, rotary, _Norm(norm)
+        self._embed, self._rotary, self._norm = embed, rotary, norm
         self._blocks = [_block(layer, windowed) for layer, windowed in zip(layers, slides, strict=True)]
 
     def __call__(
@@ -146,7 +151,8 @@ class FastForward:
             show(branch, here.get("mlp_out"))
             x = branch + x if "mlp_out" in here else branch.add_(x)
             show(x, here.get("resid_post"))
-        return self._norm(x)
+        final: torch.Tensor = self._norm(x)
+        return final
 
 
 def _additive(mask: torch.Tensor | None, groups: int, keys: int, like: torch.Tensor) -> torch.Tensor | None:
