@@ -87,15 +87,18 @@ class CopyDrafter:
             found = self._matches[request] = self._indices[request].find()
         return found
 
+    def candidates(self, request: Request) -> list[list[int]]:
+        """The tokens of the candidates, up to the matcher's depth: the longest match first (the most recent of
+        equals), as the first candidate gets most of a budget."""
+        matches = self.match(request)
+        found = self._indices[request].candidates(matches)
+        return [found[i] for i in sorted(range(len(found)), key=lambda i: -matches.lengths[i])]
+
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> list[DraftTree | None]:
         trees: list[DraftTree | None] = []
         for request, budget in zip(requests, budgets, strict=True):
-            matches = self.match(request)
             depth = min(budget.depth, request.room)
-            found = self._indices[request].candidates(matches)
-            # The longest match first (the most recent of equals): the first candidate gets most of the budget.
-            best = sorted(range(len(found)), key=lambda i: -matches.lengths[i])
-            candidates = [found[i][:depth] for i in best]
+            candidates = [found[:depth] for found in self.candidates(request)]
             trees.append(DraftTree.trie(candidates, self.name, budget.nodes) if candidates and depth > 0 else None)
         return trees
 

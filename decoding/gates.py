@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from activations.matching.match import Matches
 from decoding.budgets import Budget, FixedBudget
+from decoding.readings import Summary
+from decoding.tree import DraftTree
 
 if TYPE_CHECKING:
     from decoding.costs import CostTable
@@ -24,6 +28,8 @@ class Decision:
 
     drafts: tuple[tuple[str, Budget], ...]
     reason: str
+    trim: Callable[[DraftTree], DraftTree] | None = None
+    """Which part of the merged tree is worth verifying; None = all of it."""
 
     @property
     def copies(self) -> bool:
@@ -42,6 +48,18 @@ class Situation:
     """Length of the longest suffix match among the candidates, pending token included; 0 = none of at least kappa."""
     intent: float | None = None
     """The probe's output at the anchor."""
+    request: int = 0
+    """Number of the request, which a step's record repeats."""
+    prompt: int = 0
+    """Tokens of the prompt."""
+    matches: Matches | None = None
+    """All suffix matches."""
+    candidates: Sequence[Sequence[int]] = ()
+    """Their tokens, as the copy drafter takes them: that of the longest match first."""
+    summary: Summary | None = None
+    """The anchor's logits, where a length head asks for them."""
+    readings: Sequence[float] = ()
+    """What the length head's `project` gave for the anchor."""
 
 
 class Gate(Protocol):

@@ -1,0 +1,227 @@
+"""Fits a length head: copies from a capture store's texts, the neural drafts from a replay log.
+
+A decoder asks a gate only where its last draft has ended; most positions of a text lie inside copies that are already
+drafted. Rows count by how often simple walks over the text would ask there, and a little everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from activations.corpus import Prompt, prompts_hash
+from activations.matching.match import MatchConfig
+from activations.provenance import provenance
+from activations.store import CaptureStore
+from activations.target import Fingerprint
+from decoding.budgets import FixedBudget
+from decoding.drafters import CopyDrafter
+from decoding.gates import COPY
+from decoding.replay import EAGLE, LoggedDrafter, follow
+from decoding.replay_log import LoggedText
+from decoding.request import Request
+from probes.artifact import ProbeError
+from probes.length import LengthProbe
+from probes.length_head import LengthConfig, LengthHead
+from probes.surface import FEATURES, NOTHING, sureness, surface
+
+Floats = NDArray[np.float64]
+WALKS = ((1, 2), (2, 2), (3, 2), (5, 2), (8, 2), (2, 3))
+"""(shortest match that is copied, tokens of any other step) of the walks that tell where a decoder asks."""
+ELSEWHERE = 0.15
+"""Weight of a row at which no walk asks; 1 where half of them do."""
+FEATURE_SCALE = 3.0
+"""Features are scaled to this standard deviation: the penalty is meant for the many entries of the state."""
+NEURAL_BUDGET = FixedBudget(7, 3)
+"""The head's tree whose accepted length is fitted."""
+
+
+@dataclass(frozen=True)
+class LengthTrainConfig:
+    """How a length head is fitted."""
+
+    sites: tuple[str, ...] = ("resid_mid.20",)
+    """Where the anchor's states are read; none fits the features alone."""
+    depth: int = 20
+    """Longest copy, in tokens."""
+    hazards: int = 6
+    """Hazards of a copy; the last one stands for all later tokens too."""
+    kappa: int = 1
+    """Shortest suffix match that counts as a candidate."""
+    candidates: int = 10
+    """Most candidates that the features look at."""
+    l2: float = 1e-2
+    """Weight of the penalty."""
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.hazards <= self.depth:
+            raise ValueError(f"hazards is {self.hazards}; it must lie between 2 and depth ({self.depth})")
+        if self.l2 <= 0:
+            raise ValueError(f"l2 is {self.l2}; it must be above 0")
+        _ = self.match
+
+    @property
+    def match(self) -> MatchConfig:
+        return MatchConfig(self.kappa, self.candidates, self.depth, max_length=max(32, self.kappa))
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """Rows to fit: one draft at each position of texts."""
+
+    features: Floats
+    """[rows, FEATURES]"""
+    accepted: NDArray[np.integer]
+    censored: NDArray[np.bool_]
+    """The text was cut while the draft was still followed."""
+    weight: Floats
+
+    @classmethod
+    def join(cls, parts: Sequence[DraftRows]) -> DraftRows:
+        return cls(*(np.concatenate([getattr(p, n) for p in parts]) for n in ("features", "accepted", "censored", "weight")))
+
+    def __getitem__(self, keep: NDArray[np.bool_]) -> DraftRows:
+        return DraftRows(self.features[keep], self.accepted[keep], self.censored[keep], self.weight[keep])
+
+
+def copy_rows(
+    ids: Sequence[int], prompt: int, stopped: bool, summaries: NDArray[np.floating], match: MatchConfig
+) -> DraftRows:
+    """A row for each generated token of a text: the copy of the longest match there. `summaries` [rows, 3] are of the
+    anchors' logits; rows may end before the text does."""
+    drafter = CopyDrafter(match)
+    request = Request(0, list(ids[:prompt]), max_new_tokens=len(ids), tokens=list(ids[:prompt]))
+    drafter.start(request, None)
+    n = len(summaries)
+    features = np.zeros((n, len(FEATURES)))
+    accepted, censored, longest = np.zeros(n, np.int64), np.zeros(n, bool), np.zeros(n, np.int64)
+    for row in range(n):
+        at = prompt + row + 1
+        request.tokens.append(ids[at - 1])
+        drafter.observe(request, None)
+        matches, candidates = drafter.match(request), drafter.candidates(request)
+        features[row] = (*surface(matches, candidates, prompt), *sureness(*summaries[row].tolist()))
+        longest[row] = matches.longest
+        if candidates:
+            ahead = ids[at : at + len(candidates[0])]
+            same = [a == b for a, b in zip(candidates[0], ahead, strict=False)]
+            accepted[row] = same.index(False) if False in same else len(same)
+            censored[row] = not stopped and accepted[row] == len(ahead) < len(candidates[0])
+    return DraftRows(features, accepted, censored, asked(longest, accepted))
+
+
+def asked(longest: NDArray[np.integer], accepted: NDArray[np.integer]) -> Floats:
+    """Weights of a text's rows."""
+    times = np.zeros(len(longest))
+    for least, step in WALKS:
+        at = 0
+        while at < len(longest):
+            times[at] += 1
+            at += 1 + int(accepted[at]) if longest[at] >= least else step
+    weights: Floats = ELSEWHERE + np.minimum(times * 2 / len(WALKS), 1.0)
+    return weights
+
+
+def neural_rows(text: LoggedText, match: MatchConfig) -> DraftRows:
+    """A row for each position of a logged text: the head's tree of NEURAL_BUDGET."""
+    copies = copy_rows(text.ids, text.prompt, text.stopped, text.summary.numpy(), match)
+    logged = LoggedDrafter(text)
+    accepted, censored = np.zeros(text.steps, np.int64), np.zeros(text.steps, bool)
+    for position in range(text.steps):
+        tree, _ = logged.grow(position, NEURAL_BUDGET, NEURAL_BUDGET.depth)
+        assert tree is not None
+        ahead = text.ids[text.context(position) : text.context(position) + NEURAL_BUDGET.depth]
+        accepted[position] = len(follow(tree, ahead))
+        censored[position] = not text.stopped and accepted[position] == len(ahead) < NEURAL_BUDGET.depth
+    return DraftRows(copies.features, accepted, censored, copies.weight)
+
+
+@dataclass(frozen=True)
+class StoredText:
+    """A text of a capture store, whose rows are `rows` of the store."""
+
+    split: str
+    ids: list[int]
+    prompt: int
+    stopped: bool
+    rows: NDArray[np.bool_]
+
+
+def stored_texts(
+    store: CaptureStore, prompts: Sequence[Prompt], encode: Callable[[Any], list[int]]
+) -> Iterator[StoredText]:
+    """The texts of a store of anchors; the prompts are those it was captured from, in order."""
+    if store.manifest.get("prompts") != prompts_hash(prompts):
+        raise ProbeError(f"{store.folder} was captured from other prompts: name those")
+    if store.manifest.get("selection") != "anchors":
+        raise ProbeError(f"{store.folder} does not hold every anchor: capture with selection anchors")
+    rows = store.rows()
+    for number in np.unique(rows["document"]):
+        mine = rows["document"] == number
+        prompt = encode(prompts[number].messages)
+        ids = [*prompt, *rows["pending"][mine].tolist()]
+        yield StoredText(str(rows["split"][mine][0]), ids, len(prompt), bool(rows["span_0"][mine][-1] >= 0), mine)
+
+
+def fit_draft(states: torch.Tensor, rows: DraftRows, longest: int, hazards: int, l2: float) -> dict[str, torch.Tensor]:
+    """Tensors of one drafter, for states [rows, entries] (which may have no entries)."""
+    wide = states.float().numpy()
+    rms = float(np.sqrt(np.mean(wide**2))) if wide.size else 1.0
+    mean, scale = rows.features.mean(0), rows.features.std(0)
+    scale = np.where(scale > 1e-6, scale, 1.0) / FEATURE_SCALE
+    x = np.hstack([wide / max(rms, 1e-12), (rows.features - mean) / scale]).astype(np.float32)
+    probe = LengthProbe(m_max=longest, steps=min(hazards - 1, longest - 1) or 1, l2=l2)
+    probe.fit(x, np.minimum(rows.accepted, longest), rows.censored, sample_weight=rows.weight)
+    weights, entries = probe.coef_.astype(np.float64), wide.shape[1]
+    features = weights[:, entries:] / scale
+    bias = probe.intercept_ - features @ mean
+    made = {"state": weights[:, :entries] / max(rms, 1e-12), "features": features, "bias": bias}
+    return {name: torch.from_numpy(np.ascontiguousarray(value)).float() for name, value in made.items()}
+
+
+def train_lengths(
+    store: CaptureStore,
+    texts: Sequence[StoredText],
+    log: Sequence[LoggedText],
+    config: LengthTrainConfig,
+    split: str = "train",
+) -> LengthHead:
+    """A length head of the texts of one split; without a log it knows copies alone."""
+    columns = store.rows()
+    summaries = np.stack([columns[n] for n in ("max_prob", "entropy", "margin")], axis=1)
+    fitted = [t for t in texts if t.split == split]
+    if not fitted:
+        raise ProbeError(f"{store.folder} has no texts of the {split} split")
+    made = [copy_rows(t.ids, t.prompt, t.stopped, summaries[t.rows], config.match) for t in fitted]
+    at = np.concatenate([np.flatnonzero(t.rows) for t in fitted])
+    rows = DraftRows.join(made)
+    matched = (rows.features[:, : len(NOTHING)] != 0).any(1)
+    rows = rows[matched]
+    where = torch.from_numpy(at[matched])
+    states = _side_by_side([store.states(s)[where] for s in config.sites], len(where))
+    tensors = {f"{COPY}.{k}": v for k, v in fit_draft(states, rows, config.depth, config.hazards, config.l2).items()}
+    drafts, parts = {COPY: config.depth}, {"copy texts": len(fitted), "copy rows": len(where)}
+    neural = [t for t in log if t.source == split]
+    if neural:
+        rows = DraftRows.join([neural_rows(t, config.match) for t in neural])
+        states = _side_by_side([torch.cat([t.states[s] for t in neural]) for s in config.sites], len(rows.accepted))
+        depth = NEURAL_BUDGET.depth
+        tensors |= {f"{EAGLE}.{k}": v for k, v in fit_draft(states, rows, depth, depth, 10 * config.l2).items()}
+        drafts[EAGLE] = depth
+        parts |= {"neural texts": len(neural), "neural rows": len(rows.accepted)}
+    target: Mapping[str, Any] = store.manifest["target"]
+    made_config = LengthConfig(
+        sites=config.sites, width=int(target["width"]), drafts=drafts, features=FEATURES, kappa=config.kappa,
+        target=Fingerprint(**target), target_name=store.manifest["target_name"], split={"fitted": split, **parts},
+        metrics={}, provenance=provenance(),
+    )  # fmt: skip
+    return LengthHead(made_config, tensors)
+
+
+def _side_by_side(states: Sequence[torch.Tensor], rows: int) -> torch.Tensor:
+    return torch.cat(list(states), dim=-1) if states else torch.zeros(rows, 0)
