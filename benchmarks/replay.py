@@ -1,7 +1,7 @@
 """Replays gates over a log of both drafters: which gate gives the most tokens per millisecond, and what could be had.
 
-    switchsd capture STORE --kappa 1 --sites ...           (texts of the embedded prompts)
-    python -m benchmarks.replay log LOG --store STORE --suite gsm8k.jsonl --suite humaneval.jsonl
+switchsd capture STORE --kappa 1 --sites ...           (texts of the embedded prompts)
+python -m benchmarks.replay log LOG --store STORE --suite gsm8k.jsonl --suite humaneval.jsonl
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ AHEAD = 24
 """Tokens written beyond the logged ones, so that it is known how far drafts are followed."""
 
 
-def stored_texts(store: CaptureStore, target: Target, split: str, count: int) -> Iterator[tuple[str, list[int], int, bool]]:
+def stored_texts(
+    store: CaptureStore, target: Target, split: str, count: int
+) -> Iterator[tuple[str, list[int], int, bool]]:
     """Key, ids, prompt length and whether it stopped, of evenly spread documents of a split."""
     rows, prompts = store.rows(), load_corpus()
     if store.manifest.get("prompts") != prompts_hash(prompts):  # documents are numbers of prompts
@@ -44,7 +46,9 @@ def stored_texts(store: CaptureStore, target: Target, split: str, count: int) ->
         yield f"{split}-{number:04}", ids, len(prompt), bool(rows["span_0"][mine][-1] >= 0)
 
 
-def written_texts(target: Target, file: Path, count: int, limit: int, rows: int) -> Iterator[tuple[str, list[int], int, bool]]:
+def written_texts(
+    target: Target, file: Path, count: int, limit: int, rows: int
+) -> Iterator[tuple[str, list[int], int, bool]]:
     prompts = read_prompts(file)
     prompts = spread(prompts, min(count, len(prompts)))
     requests = (Answer(i, target.encode_messages(p.messages), limit + AHEAD) for i, p in enumerate(prompts))
@@ -58,7 +62,9 @@ def log(given: argparse.Namespace) -> None:
     head = given.head or shipped("eagle", given.target)
     drafter = EagleDrafter(target, load_head(head, target.vocab_size), sites=eagle_sites(target.blocks))
     store = CaptureStore.open(given.store)
-    sources = {s: stored_texts(store, target, s, n) for s, n in (("validation", given.validation), ("train", given.train))}
+    sources = {
+        s: stored_texts(store, target, s, n) for s, n in (("validation", given.validation), ("train", given.train))
+    }
     sources |= {f.stem: written_texts(target, f, given.limit, given.max_new_tokens, 16) for f in given.suite}
     given.log.mkdir(parents=True, exist_ok=True)
     for source, texts in sources.items():

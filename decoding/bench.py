@@ -308,7 +308,7 @@ def runner(decoder: Decoder, column: str) -> tuple[Decoder, str]:
         changed = replace(decoder.settings, **values)
     except (TypeError, ValueError) as error:
         raise DecodingError(f"{column!r}: {error}") from error
-    return Decoder(decoder.target, decoder.probe, decoder.neural, changed), mode
+    return Decoder(decoder.target, decoder.probe, decoder.neural, changed, lengths=decoder.lengths), mode
 
 
 def gated(runners: Mapping[str, tuple[Decoder, str]]) -> list[tuple[str, str]]:

@@ -57,14 +57,14 @@ class CostTable:
     probe_ms: float
     match_ms: float
 
-    def verify(self, width: int, context: int) -> float:
+    def verify(self, width: float, context: int) -> float:
         """Milliseconds to verify, between the measured points and beyond them linear."""
         i, s = _between(self.contexts, context)
         low = _line(self.widths, self.verify_ms[i], width)
         high = _line(self.widths, self.verify_ms[min(i + 1, len(self.contexts) - 1)], width)
         return low + s * (high - low)
 
-    def draft(self, drafter: str, depth: int) -> float:
+    def draft(self, drafter: str, depth: float) -> float:
         """Milliseconds to draft a tree of that depth; 0 for a drafter that was not measured."""
         times = self.draft_ms.get(drafter)
         return _line(list(range(1, len(times) + 1)), times, depth) if times else 0.0

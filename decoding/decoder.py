@@ -18,6 +18,7 @@ from decoding.scheduler import SequentialScheduler
 from decoding.selfcheck import ensure_tree_forward
 from decoding.text import TextStream
 from decoding.trace import Trace
+from probes.length_head import LengthHead
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 """Text, chat messages, or token ids."""
@@ -100,10 +101,12 @@ class Decoder:
         neural: Drafter | None = None,
         settings: ModeSettings | None = None,
         costs: CostTable | None = None,
+        lengths: LengthHead | None = None,
     ) -> None:
         self.target = target
         self.probe = probe
         self.neural = neural
+        self.lengths = lengths
         self.settings = settings or ModeSettings()
         self.trace = Trace()
         self._costs = costs
@@ -195,7 +198,7 @@ class Decoder:
 
     def plan(self, mode: str, settings: ModeSettings | None = None) -> Plan:
         """A mode, built from this decoder's parts."""
-        parts = Parts(self.target, settings or self.settings, self.probe, self.neural, self.costs)
+        parts = Parts(self.target, settings or self.settings, self.probe, self.neural, self.lengths, self.costs)
         built = get_mode(mode).build(parts)
         if built.drafters:
             ensure_tree_forward(self.target)
@@ -211,6 +214,7 @@ class Decoder:
             "gate": type(plan.gate).__name__,
             "drafters": [d.describe() for d in plan.drafters],
             "probe": None if plan.probe is None else plan.probe.config.to_dict(),
+            "lengths": None if plan.lengths is None else plan.lengths.digest,
         }
 
     def costs(self) -> CostTable:

@@ -8,6 +8,7 @@ A scheduler owns the requests and orders the halves; the engine owns rows of the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -23,6 +24,7 @@ from decoding.drafters import CopyDrafter, Drafter
 from decoding.gates import Decision, Situation
 from decoding.modes import Plan
 from decoding.packing import tree_forward
+from decoding.readings import Summary, summary
 from decoding.request import TARGET, Request
 from decoding.trace import StepRecord, Trace
 from decoding.tree import DraftTree
@@ -72,11 +74,13 @@ class Engine:
         self._drafters: dict[str, Drafter] = {d.name: d for d in plan.drafters}
         self._copy = next((d for d in plan.drafters if isinstance(d, CopyDrafter)), None)
         self._intents: dict[Request, float] = {}
+        self._readings: dict[Request, tuple[float, ...]] = {}
         self._steps: dict[Request, int] = {}
         self._began = perf_counter()
         self._sites = {d.name: target.sites(d.sites) for d in plan.drafters}
         self._probe_sites: list[Site] = target.sites(plan.probe.config.sites) if plan.probe is not None else []
-        wanted = [s for sites in self._sites.values() for s in sites] + self._probe_sites
+        self._length_sites: list[Site] = target.sites(plan.lengths.config.sites) if plan.lengths is not None else []
+        wanted = [s for sites in self._sites.values() for s in sites] + self._probe_sites + self._length_sites
         self._reader = target.read(wanted) if wanted else None
 
     # -- requests come and go -----------------------------------------------------------------------
@@ -91,14 +95,13 @@ class Engine:
         logits = self.target.forward(torch.tensor([prompt], device=self.target.device), cache, logits_to_keep=1)
         cache.commit([range(len(prompt))])
         request.tokens = list(prompt)
-        [verdict] = self.plan.verifier.accept([EMPTY], logits, [request], self._prompt_intent())
+        [verdict] = self.plan.verifier.accept([EMPTY], logits, [request], self._reading(logits, prompt=True))
         if not alone:
             self._cache.load_row(len(self.requests), cache)
         self.requests.append(request)
         request.tokens.append(verdict.pending)
         request.sources.append(TARGET)
-        if verdict.intent is not None:
-            self._intents[request] = verdict.intent
+        self._keep(request, verdict)
         self._steps[request] = 0
         for drafter in self.plan.drafters:
             drafter.start(request, self._features(drafter, 0, None))
@@ -114,6 +117,7 @@ class Engine:
             for drafter in self.plan.drafters:
                 drafter.close(request)
             self._intents.pop(request, None)
+            self._readings.pop(request, None)
             self._steps.pop(request, None)
         holes = [i for i in range(len(keep)) if i not in keep]
         for hole in holes:  # the last ones move into the gaps
@@ -145,7 +149,7 @@ class Engine:
         matches = [self._copy.match(r) if self._copy else None for r in requests]
         intents = [self._intents.get(r) for r in requests]
         decisions = [
-            self.plan.gate.choose(Situation(len(r.tokens), r.room, m.longest if m else 0, i)) if r.room > 0 else NO_ROOM
+            self.plan.gate.choose(self._situation(r, m, i)) if r.room > 0 else NO_ROOM
             for r, m, i in zip(requests, matches, intents, strict=True)
         ]
         asked: dict[str, list[tuple[int, Budget]]] = {}
@@ -163,7 +167,8 @@ class Engine:
         merged = []
         for request, decision, own in zip(requests, decisions, grown, strict=True):
             parts = [own[name] for name, _ in decision.drafts if name in own]
-            merged.append(DraftTree.merge(parts).cut(request.room) if parts else EMPTY)
+            tree = DraftTree.merge(parts).cut(request.room) if parts else EMPTY
+            merged.append(decision.trim(tree) if decision.trim is not None and len(tree) else tree)
         draft_ms = (ended - began) * 1e3
         gate_ms = (perf_counter() - entered) * 1e3 - draft_ms
         return [Draft(*parts, draft_ms, gate_ms) for parts in zip(merged, decisions, matches, intents, strict=True)]
@@ -174,8 +179,7 @@ class Engine:
         began = perf_counter()
         trees = [d.tree for d in drafts]
         logits = tree_forward(self.target, self._cache, [r.tokens[-1] for r in requests], trees)
-        intent = self._intent if self._probe_sites else None
-        verdicts = self.plan.verifier.accept(trees, logits, requests, intent)
+        verdicts = self.plan.verifier.accept(trees, logits, requests, self._reading(logits))
         judged = perf_counter()
         slots = [[0, *(i + 1 for i in v.path)] for v in verdicts]
         self._cache.commit([*slots, *((),) * (self._rows - len(slots))])
@@ -198,8 +202,7 @@ class Engine:
         sources = [tree.source[i] for i in verdict.path] + [TARGET]
         request.tokens += tokens
         request.sources += sources
-        if verdict.intent is not None:
-            self._intents[request] = verdict.intent
+        self._keep(request, verdict)
         return Commit(request, tokens, sources, draft.decision.copies)
 
     def _record(
@@ -251,8 +254,47 @@ class Engine:
         states = [self._reader.states[site][row, slots] for site in self._probe_sites]
         return self.plan.probe.score(states[0] if len(states) == 1 else torch.cat(states, dim=-1))
 
-    def _prompt_intent(self) -> Intent | None:
-        """Only the last prompt position's logits are computed: slot 0 there is the prompt's end."""
-        if not self._probe_sites:
-            return None
-        return lambda slots: self._intent(slots - 1)
+    def _reading(self, logits: torch.Tensor, prompt: bool = False) -> Intent | None:
+        """Reads what the gate asks for at a slot of each row: the probe's output, and for a length head the summary of
+        the logits and the head's projection. Of a prompt only the last position's logits are computed: slot 0 there
+        is the prompt's end."""
+        lengths = self.plan.lengths
+        if lengths is None:
+            if not self._probe_sites:
+                return None
+            return (lambda slots: self._intent(slots - 1)) if prompt else self._intent
+
+        def read(slots: torch.Tensor) -> torch.Tensor:
+            assert self._reader is not None
+            row = torch.arange(len(slots), device=slots.device)
+            places = slots - 1 if prompt else slots
+            intent = self._intent(places) if self._probe_sites else torch.full_like(slots, math.nan, dtype=torch.float)
+            states = [self._reader.states[site][row, places] for site in self._length_sites]
+            state = torch.cat([logits[row, slots][:, :0], *states], dim=-1)  # a head may read none
+            return torch.cat([intent[:, None], summary(logits[row, slots]), lengths.project(state)], dim=-1)
+
+        return read
+
+    def _keep(self, request: Request, verdict: Verdict) -> None:
+        """What was read at the new anchor."""
+        if verdict.intent is not None:
+            self._intents[request] = verdict.intent
+        if verdict.readings:
+            self._readings[request] = verdict.readings
+
+    def _situation(self, request: Request, matches: Matches | None, intent: float | None) -> Situation:
+        if self.plan.lengths is None:  # no gate without a length head asks for more
+            return Situation(len(request.tokens), request.room, matches.longest if matches else 0, intent)
+        readings = self._readings[request]
+        return Situation(
+            length=len(request.tokens),
+            room=request.room,
+            match_length=matches.longest if matches else 0,
+            intent=intent,
+            request=request.number,
+            prompt=len(request.prompt),
+            matches=matches,
+            candidates=self._copy.candidates(request) if self._copy is not None else (),
+            summary=Summary(*readings[:3]),
+            readings=readings[3:],
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -140,6 +141,47 @@ class ProbeGate(_Still):
         return self._copy if situation.intent >= self.tau else self._no_intent
 
 
+class BanditGate:
+    """Learns which drafter pays without looking at the text: an upper confidence bound over the drafters.
+
+    Reward is tokens per millisecond, over the best rate seen so far. Where nothing can be copied the neural side
+    drafts, and nothing is learnt.
+    """
+
+    def __init__(self, copy: Choice, neural: Choice | None = None, exploration: float = 0.3) -> None:
+        """`exploration` weighs the confidence bound."""
+        self.exploration = exploration
+        self._arms = {COPY: copy.decide("bandit"), "neural": _neural(neural, "bandit")}
+        self._no_match = _neural(neural, "no match")
+        self._tokens = dict.fromkeys(self._arms, 0.0)
+        self._time = dict.fromkeys(self._arms, 0.0)
+        self._pulls = dict.fromkeys(self._arms, 0)
+
+    def choose(self, situation: Situation) -> Decision:
+        if situation.match_length == 0:
+            return self._no_match
+        for arm, pulls in self._pulls.items():
+            if pulls == 0:
+                return self._arms[arm]
+        return self._arms[max(self._arms, key=self._bound)]
+
+    def _rate(self, arm: str) -> float:
+        return self._tokens[arm] / max(self._time[arm], 1e-9)
+
+    def _bound(self, arm: str) -> float:
+        best = max(self._rate(a) for a in self._arms)
+        total = sum(self._pulls.values())
+        return self._rate(arm) / best + self.exploration * math.sqrt(2 * math.log(total) / self._pulls[arm])
+
+    def observe(self, record: StepRecord) -> None:
+        if record.reason != "bandit":
+            return
+        arm = COPY if record.copies else "neural"
+        self._pulls[arm] += 1
+        self._tokens[arm] += 1 + len(record.accepted)
+        self._time[arm] += record.draft_ms + record.verify_ms + record.overhead_ms
+
+
 @dataclass
 class _Mean:
     """A running mean that starts as `weight` observations of `value` and forgets slowly."""
@@ -173,7 +215,7 @@ class CostGateConfig:
 
 @dataclass
 class CostGate:
-    """Takes the choice with the most expected tokens per millisecond.
+    """Takes the choice with the most expected tokens per millisecond, where there is no length head.
 
     The accepted length of a copy is estimated in cells of (intent, match length): a prior between `stray` and
     `follow`, weighted by the intent, then the mean of what was seen. A chain's length follows from it as if each

@@ -1,149 +1,207 @@
-"""The gate that weighs drafts by their expected tokens per millisecond, from a length head's survival estimates."""
+"""The cost gate: takes the drafts with the most expected tokens for their milliseconds, as a length head sees them.
+
+Weighed at each step: nothing, the head's tree, a copy of n tokens, and both in one tree. Where the head drafts, the
+merged tree is trimmed to the nodes that are worth verifying once it is known where the two agree.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from decoding.budgets import FixedBudget
 from decoding.gates import COPY, Choice, Decision, Situation
+from decoding.joint import path_probabilities, worthwhile
 from probes.length_head import LengthHead
 from probes.surface import sureness, surface
 
 if TYPE_CHECKING:
     from decoding.costs import CostTable
     from decoding.trace import StepRecord
+    from decoding.tree import DraftTree
+
+FLAT = 1.001
+"""A wider copy that costs less than this many times as much is free."""
+KEPT = 0.8
+"""Share of a merged tree's planned nodes that trimming leaves, before it was seen."""
+RECENT = 16
+"""Steps that the running sizes of the head's trees remember."""
+UNKNOWN = (0.5, 0.0, 0.0)
+"""Summary of logits that nobody read."""
 
 
 @dataclass(frozen=True)
 class LengthGateConfig:
+    """How the length head's estimates are used."""
+
     widths: tuple[int, ...] = (1, 2, 3, 5, 7, 11, 15, 19, 23, 31)
-    """Copy nodes to choose from: with the pending token, widths that the cost table knows well."""
+    """Copies to choose from, in tokens: with the pending one, widths that the cost table knows well."""
     rate: float = 0.15
-    """How fast a request's own outcomes shift the estimates (step of the log-odds)."""
+    """By how much an unexpected outcome shifts the log-odds of a request's later drafts of the same drafter."""
     decay: float = 0.02
-    """How fast such a shift is forgotten, a step."""
-    neural_rate: float = 0.05
-    hybrid: bool = True
-    """Whether copies and the head's tree may be verified together."""
-    overlap: float = 1.0
-    cap: float = 0.0
-    mix: float = 0.0
-    extra: int = 0
-    fill: bool = True
+    """Share of such a shift that is forgotten at each step."""
+
+
+class Option(NamedTuple):
+    """Something to do at a step."""
+
+    tokens: float
+    """Expected, the target's own one included."""
+    milliseconds: float
+    copied: int = 0
+    """Tokens of the copy; 0 = none."""
+    neural: bool = False
 
 
 @dataclass
-class _Last:
-    """What was believed at a step, to be compared with what came."""
+class _Request:
+    """What the gate remembers of a request: shifts of the log-odds, and what it believed at the last step."""
 
+    shifts: dict[str, float] = field(default_factory=dict)
     candidate: Sequence[int] = ()
-    copy: Sequence[float] = ()
-    neural: Sequence[float] = ()
+    copied: Sequence[float] = ()
+    drafted: Sequence[float] = ()
+    planned: float = 0.0
+    """Nodes that the last merged tree was weighed with, before trimming; 0 = there was none."""
 
 
-@dataclass
-class _Shifts:
-    copy: float = 0.0
-    neural: float = 0.0
-    last: _Last = field(default_factory=_Last)
-
-
-@dataclass
 class LengthGate:
-    costs: CostTable
-    head: LengthHead
-    copy: Choice
-    neural: Choice | None = None
-    config: LengthGateConfig = field(default_factory=LengthGateConfig)
+    """Chooses by expected tokens per millisecond. One gate serves the requests of one plan."""
 
-    def __post_init__(self) -> None:
-        self._requests: dict[int, _Shifts] = {}
-        b = self.neural.budget if self.neural else None
-        self._nodes = 0.75 * b.nodes if b else 0.0
-        self._levels = float(b.depth) if b else 0.0
+    def __init__(
+        self,
+        costs: CostTable,
+        head: LengthHead,
+        copy: Choice,
+        neural: Choice | None = None,
+        config: LengthGateConfig | None = None,
+    ) -> None:
+        self.costs, self.head, self.copy = costs, head, copy
+        self.neural = neural if neural is not None and head.knows(neural.name) else None
+        self.config = config or LengthGateConfig()
+        self._requests: dict[int, _Request] = {}
+        if self.neural is not None:  # running sizes of the head's trees: budgets may leave them smaller
+            self._nodes = float(min(self.neural.budget.nodes, 5))
+            self._levels = float(self.neural.budget.depth)
+            self._kept = KEPT
+            self._joint = head.joint(self.neural.name)
+
+    # -- choosing -----------------------------------------------------------------------------------
 
     def choose(self, situation: Situation) -> Decision:
-        state = self._requests.setdefault(situation.request, _Shifts())
-        head, costs, context, c = self.head, self.costs, situation.length, self.config
+        request = self._requests.setdefault(situation.request, _Request())
         candidate = situation.candidates[0] if situation.candidates else ()
         features = (
             *surface(situation.matches, situation.candidates, situation.prompt),
-            *sureness(*(situation.summary or (0.5, 0.0, 0.0))),
+            *sureness(*(situation.summary or UNKNOWN)),
         )
         room = max(situation.room, 1)
-        copied: list[float] = []
-        if candidate:
-            copied = head.survival(COPY, situation.readings, features, state.copy)[: min(len(candidate), room)]
-        drafted: list[float] = []
+        shift = request.shifts.get(COPY, 0.0)
+        hazards = self.head.hazards(COPY, situation.readings, features, shift) if candidate else []
+        request.candidate, request.planned = candidate, 0.0
+        request.copied = self.head.chances(COPY, hazards)[: min(len(candidate), room)] if candidate else []
+        request.drafted = []
         if self.neural is not None:
-            drafted = head.survival(self.neural.name, situation.readings, features, state.neural)[:room]
-        state.last = _Last(candidate, copied, drafted)
+            name = self.neural.name
+            odds = self.head.hazards(name, situation.readings, features, request.shifts.get(name, 0.0))
+            request.drafted = self.head.chances(name, odds)[:room]
+        options = self.options(request.copied, request.drafted, situation.length)
+        best = max(options, key=lambda o: o.tokens / o.milliseconds)
+        price = best.tokens / best.milliseconds
+        return self._decide(best, request, hazards, price, situation.length)
 
-        found: list[tuple[float, float, int, bool]] = [(1.0, costs.verify(1, context), 0, False)]
+    def options(self, copied: Sequence[float], drafted: Sequence[float], context: int) -> list[Option]:
+        """Everything to choose from, given P(at least k tokens accepted) of the copy and of the head's tree."""
+        costs = self.costs
+        found = [Option(1.0, costs.verify(1, context))]
         draft_ms = 0.0
         if self.neural is not None:
-            draft_ms = costs.draft(self.neural.name, min(self._levels, room))
-            found.append((1 + sum(drafted), draft_ms + costs.verify(1 + self._nodes, context), 0, True))
-        total = both = 1.0
-        heads = len({x[0] for x in situation.candidates if x})
-        extra = min(c.extra, max(heads - 1, 0))
-        for k, p in enumerate(copied):
-            total += p
-            q = drafted[k] if k < len(drafted) else 0.0
-            both += p + c.overlap * q * (1 - p)
-            width = k + 1
-            if width not in c.widths and width != len(copied) or width > self.copy.budget.nodes:
+            draft_ms = costs.draft(self.neural.name, min(self._levels, len(drafted)))
+            alone = draft_ms + costs.verify(1 + self._nodes, context)
+            found.append(Option(1 + sum(drafted), alone, 0, True))
+        tokens = both = 1.0
+        limit = min(self.copy.budget.nodes, len(copied))
+        for width in range(1, limit + 1):
+            p, q = copied[width - 1], drafted[width - 1] if width <= len(drafted) else 0.0
+            tokens += p
+            both += p + q - p * q  # as if the two were independent
+            if width not in self.config.widths and width < limit:
                 continue
-            found.append((total, costs.verify(1 + width+extra, context), width, False))
-            if c.hybrid and self.neural is not None:
-                rest = c.overlap * sum(drafted[k + 1 :])
-                found.append((both + rest, draft_ms + costs.verify(1 + width+extra + self._nodes, context), width, True))
-        price = max(tokens / time for tokens, time, _, _ in found)
-        if c.cap: price = min(price, c.cap)
-        if c.mix: price *= c.mix
-        tokens, time, width, neural = max(found, key=lambda o: o[0] - price * o[1])
+            found.append(Option(tokens, costs.verify(1 + width, context), width))
+            if self.neural is not None:
+                nodes = self._kept * (width + self._nodes)
+                time = draft_ms + costs.verify(1 + nodes, context)
+                found.append(Option(both + sum(drafted[width:]), time, width, True))
+        return found
+
+    def _decide(
+        self, best: Option, request: _Request, hazards: Sequence[float], price: float, context: int
+    ) -> Decision:
         drafts = []
-        if width:
-            nodes = width+extra
-            if c.fill:
-                while nodes < self.copy.budget.nodes and costs.verify(2 + nodes, context) <= 1.001 * costs.verify(1 + width+extra, context): nodes += 1
-            drafts.append((self.copy.name, FixedBudget(nodes, width)))
-        if neural:
+        trim = None
+        if best.neural:
+            assert self.neural is not None
             drafts.append((self.neural.name, self.neural.budget))
-        return Decision(tuple(drafts), _told(tokens / time) if drafts else "no draft is worth its time")
+            candidate = request.candidate if best.copied else ()
+
+            def trim(tree: DraftTree) -> DraftTree:
+                return self._trim(tree, candidate, hazards, price, context)
+
+        if best.copied and best.neural:
+            request.planned = best.copied + self._nodes
+        if best.copied:
+            # trimming decides how much of a copy is verified beside the head's tree
+            depth = min(self.copy.budget.nodes, len(request.copied)) if best.neural else best.copied
+            nodes, limit = depth, FLAT * self.costs.verify(1 + depth, context)
+            while nodes < self.copy.budget.nodes and self.costs.verify(2 + nodes, context) <= limit:
+                nodes += 1  # other candidates, where they cost nothing
+            drafts.append((self.copy.name, FixedBudget(nodes, depth)))
+        if not drafts:
+            return Decision((), "no draft is worth its time")
+        return Decision(tuple(drafts), f"{1e3 * best.tokens / best.milliseconds:.0f} tokens/s expected", trim)
+
+    def _trim(
+        self,
+        tree: DraftTree,
+        candidate: Sequence[int],
+        hazards: Sequence[float],
+        price: float,
+        context: int,
+    ) -> DraftTree:
+        """The nodes worth verifying."""
+        paths = path_probabilities(tree, candidate, hazards, self._joint)
+        return tree.part(worthwhile(paths, price, lambda nodes: self.costs.verify(1 + nodes, context)))
+
+    # -- learning -----------------------------------------------------------------------------------
 
     def observe(self, record: StepRecord) -> None:
-        state = self._requests.get(record.request)
-        if state is None:
+        """Every committed token also tells how far the copy would have been followed, drafted or not."""
+        request = self._requests.get(record.request)
+        if request is None:
             return
-        c = self.config
-        last = state.last
         written = [*(record.tokens[i] for i in record.accepted), record.pending]
-        push, alive = 0.0, 1.0
-        for p, token, came in zip(last.copy, last.candidate, written, strict=False):
-            hazard = p / alive if alive > 0 else 0.0
-            push += (token == came) - hazard
-            alive = p
-            if token != came:
+        outcomes = [a == b for a, b in zip(request.candidate, written, strict=False)]
+        self._shift(request, COPY, request.copied, outcomes)
+        if self.neural is None or self.neural.name not in record.drafters:
+            return
+        if len(record.drafters) == 1:
+            kept = len(record.accepted)
+            self._shift(
+                request, self.neural.name, request.drafted, [k < kept for k in range(min(kept + 1, record.depth))]
+            )
+            self._nodes += (len(record.tokens) - self._nodes) / RECENT
+            self._levels += (record.depth - self._levels) / RECENT
+        elif request.planned:
+            self._kept += (len(record.tokens) / request.planned - self._kept) / RECENT
+
+    def _shift(self, request: _Request, name: str, chances: Sequence[float], outcomes: Sequence[bool]) -> None:
+        """One step of gradient ascent on the likelihood of what came, in the shift of the log-odds."""
+        push, before = 0.0, 1.0
+        for chance, came in zip(chances, outcomes, strict=False):
+            push += came - chance / max(before, 1e-9)
+            before = chance
+            if not came:
                 break
-        state.copy = state.copy * (1 - c.decay) + c.rate * push
-        names = set(record.drafters)
-        if self.neural is not None and self.neural.name in names and len(names) == 1:
-            depth = record.depth
-            push, alive = 0.0, 1.0
-            for k, p in enumerate(last.neural[:depth]):
-                hazard = p / alive if alive > 0 else 0.0
-                push += (len(record.accepted) > k) - hazard
-                alive = p
-                if len(record.accepted) <= k:
-                    break
-            state.neural = state.neural * (1 - c.decay) + c.neural_rate * push
-            self._nodes += (len(record.tokens) - self._nodes) / 16
-            self._levels += (depth - self._levels) / 16
-
-
-def _told(rate: float) -> str:
-    return f"{rate * 1e3:.0f} tokens/s expected"
+        old = request.shifts.get(name, 0.0)
+        request.shifts[name] = old * (1 - self.config.decay) + self.config.rate * push

@@ -22,9 +22,11 @@ from activations.target import Fingerprint
 from decoding.budgets import FixedBudget
 from decoding.drafters import CopyDrafter
 from decoding.gates import COPY
+from decoding.joint import AGREE, ALONE, BESIDE, CASES, DEPTHS, PASSED_OVER, odds
 from decoding.replay import EAGLE, LoggedDrafter, follow
 from decoding.replay_log import LoggedText
 from decoding.request import Request
+from decoding.tree import ROOT, DraftTree
 from probes.artifact import ProbeError
 from probes.length import LengthProbe
 from probes.length_head import LengthConfig, LengthHead
@@ -37,8 +39,18 @@ ELSEWHERE = 0.15
 """Weight of a row at which no walk asks; 1 where half of them do."""
 FEATURE_SCALE = 3.0
 """Features are scaled to this standard deviation: the penalty is meant for the many entries of the state."""
+NEURAL_L2 = 10.0
+"""The penalty for the neural drafts over that for copies: a log has fewer texts than a store."""
+JOINT_BUDGET = FixedBudget(15, 4)
+"""The head's tree beside which copies are looked at."""
 NEURAL_BUDGET = FixedBudget(7, 3)
 """The head's tree whose accepted length is fitted."""
+
+
+SHORT = 5
+"""Matches longer than this are hardly ever copied beside the head's tree, and count little in the joint table."""
+FEWEST = 20
+"""Outcomes of each kind that a model of the joint table is fitted from."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +95,9 @@ class DraftRows:
 
     @classmethod
     def join(cls, parts: Sequence[DraftRows]) -> DraftRows:
-        return cls(*(np.concatenate([getattr(p, n) for p in parts]) for n in ("features", "accepted", "censored", "weight")))
+        return cls(
+            *(np.concatenate([getattr(p, n) for p in parts]) for n in ("features", "accepted", "censored", "weight"))
+        )
 
     def __getitem__(self, keep: NDArray[np.bool_]) -> DraftRows:
         return DraftRows(self.features[keep], self.accepted[keep], self.censored[keep], self.weight[keep])
@@ -209,9 +223,12 @@ def train_lengths(
     neural = [t for t in log if t.source == split]
     if neural:
         rows = DraftRows.join([neural_rows(t, config.match) for t in neural])
+        copies = {k.removeprefix(f"{COPY}."): v for k, v in tensors.items()}
         states = _side_by_side([torch.cat([t.states[s] for t in neural]) for s in config.sites], len(rows.accepted))
         depth = NEURAL_BUDGET.depth
-        tensors |= {f"{EAGLE}.{k}": v for k, v in fit_draft(states, rows, depth, depth, 10 * config.l2).items()}
+        tensors |= {f"{EAGLE}.{k}": v for k, v in fit_draft(states, rows, depth, depth, NEURAL_L2 * config.l2).items()}
+        hazards = copies["bias"] + torch.from_numpy(rows.features).float() @ copies["features"].T
+        tensors[f"{EAGLE}.joint"] = fit_joint(neural, hazards + states.float() @ copies["state"].T, config.match)
         drafts[EAGLE] = depth
         parts |= {"neural texts": len(neural), "neural rows": len(rows.accepted)}
     target: Mapping[str, Any] = store.manifest["target"]
@@ -221,6 +238,73 @@ def train_lengths(
         metrics={}, provenance=provenance(),
     )  # fmt: skip
     return LengthHead(made_config, tensors)
+
+
+def fit_joint(texts: Sequence[LoggedText], hazards: torch.Tensor, match: MatchConfig) -> torch.Tensor:
+    """The joint table float32 [CASES, DEPTHS, 3] of logged texts; `hazards` [rows, hazards] are the copy's log-odds at
+    all their positions."""
+    seen: dict[tuple[int, int], list[tuple[float, float, bool, float]]] = {}
+    odds_of = hazards.tolist()
+    row = 0
+    for text in texts:
+        drafter, logged = CopyDrafter(match), LoggedDrafter(text)
+        request = Request(0, text.ids[: text.prompt], max_new_tokens=len(text.ids), tokens=text.ids[: text.prompt])
+        drafter.start(request, None)
+        for position in range(text.steps):
+            at = text.context(position)
+            request.tokens.append(text.ids[at - 1])
+            drafter.observe(request, None)
+            candidates = drafter.candidates(request)
+            tree, _ = logged.grow(position, JOINT_BUDGET, JOINT_BUDGET.depth)
+            assert tree is not None
+            weight = ELSEWHERE if drafter.match(request).longest > SHORT else 1.0
+            ahead = text.ids[at : at + JOINT_BUDGET.depth]
+            for case, depth, copy, head, came in meetings(
+                tree, candidates[0] if candidates else (), odds_of[row], ahead
+            ):
+                seen.setdefault((case, depth), []).append((copy, head, came, weight))
+            row += 1
+    table = torch.zeros(CASES, DEPTHS, 3)
+    for case in range(CASES):
+        for depth in range(DEPTHS):
+            table[case, depth] = _logistic(seen.get((case, depth), []), case)
+    return table
+
+
+def meetings(
+    tree: DraftTree, candidate: Sequence[int], hazards: Sequence[float], ahead: Sequence[int]
+) -> Iterator[tuple[int, int, float, float, bool]]:
+    """Case, depth (up to DEPTHS - 1), the copy's and the head's log-odds and the outcome, of the tokens that follow
+    the path that a text takes through the head's tree."""
+    node, copying = ROOT, True
+    for k, token in enumerate(ahead):
+        children = {t: q for (parent, t), i in tree.children.items() if parent == node for q in (tree.logq[i],)}
+        if not children:
+            return
+        depth = min(k, DEPTHS - 1)
+        speaks = copying and k < len(candidate)
+        copy = hazards[min(k, len(hazards) - 1)] if speaks else 0.0
+        if speaks and candidate[k] not in children:
+            yield PASSED_OVER, depth, copy, odds(max(children.values())), candidate[k] == token
+        for child, logq in children.items():
+            case = ALONE if not speaks else AGREE if child == candidate[k] else BESIDE
+            yield case, depth, copy, odds(logq), child == token
+        copying = speaks and candidate[k] == token
+        if token not in children:
+            return
+        node = tree.children[node, token]
+
+
+def _logistic(rows: Sequence[tuple[float, float, bool, float]], case: int) -> torch.Tensor:
+    """Weights of the copy's odds, the head's odds and 1; what a drafter says alone where too little was seen."""
+    from sklearn.linear_model import LogisticRegression
+
+    came = [r[2] for r in rows]
+    if min(sum(came), len(came) - sum(came)) < FEWEST:
+        return torch.tensor([1.0, 0.0, 0.0] if case in (AGREE, PASSED_OVER) else [0.0, 1.0, 0.0])
+    x = np.array([(copy, head) for copy, head, _, _ in rows])
+    fitted = LogisticRegression(C=10.0).fit(x, came, sample_weight=[r[3] for r in rows])
+    return torch.tensor([*fitted.coef_[0].tolist(), float(fitted.intercept_[0])])
 
 
 def _side_by_side(states: Sequence[torch.Tensor], rows: int) -> torch.Tensor:

@@ -12,14 +12,22 @@ from activations.matching.match import MatchConfig
 from activations.target import Target
 from decoding.budgets import FixedBudget, PricedBudget
 from decoding.drafters import CopyDrafter, Drafter
-from decoding.gates import COPY, Always, Choice, CostGate, Gate, MatchLengthGate, Never, ProbeGate
+from decoding.gates import COPY, Always, BanditGate, Choice, CostGate, Gate, MatchLengthGate, Never, ProbeGate
+from decoding.length_gate import LengthGate
 from decoding.verifier import Verifier
+from probes.length_head import LengthHead
 
 if TYPE_CHECKING:
     from decoding.costs import CostTable
 
 NEURAL = ("eagle", "draft", "none")
 """Neural sides that `--neural` chooses from."""
+GATES = ("probe", "cost", "match", "bandit", "always", "never")
+"""Gates that `--gate` chooses from."""
+WIDEST_COPY = 31
+"""Most nodes of a copy that a length gate may ask for."""
+WIDEST_TREE = (31, 4)
+"""Most nodes and levels of a neural tree that a length gate may ask for; it is priced and trimmed."""
 
 
 class DecodingError(Exception):
@@ -75,7 +83,9 @@ class ModeSettings:
     tau: float | None = None
     """Copy intent from which the switch copies; by default the probe's own threshold."""
     gate: str = "probe"
-    """Gate of `switchsd`: probe (SwitchSD's rule), cost (expected tokens per millisecond), match (no probe)."""
+    """Gate of `switchsd`: probe (SwitchSD's rule), cost (expected tokens per millisecond; with a length head it also
+    sizes all drafts itself), match (any suffix match of kappa tokens), bandit (whichever has paid), always (the
+    neural side), never (the target alone)."""
     neural: str = "eagle"
     """Neural side: eagle or none (draft, a small draft model, is not yet available)."""
 
@@ -86,8 +96,8 @@ class ModeSettings:
                 continue
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")
-        if self.gate not in ("probe", "cost", "match"):
-            raise ValueError(f"unknown gate {self.gate!r}: use probe, cost or match")
+        if self.gate not in GATES:
+            raise ValueError(f"unknown gate {self.gate!r}: use {', '.join(GATES[:-1])} or {GATES[-1]}")
         if self.neural_tree not in ("fixed", "priced"):
             raise ValueError(f"unknown neural_tree {self.neural_tree!r}: use fixed or priced")
         if self.neural not in NEURAL:
@@ -104,14 +114,31 @@ class Parts:
     settings: ModeSettings
     probe: SiteProbe | None = None
     neural: Drafter | None = None
+    lengths: LengthHead | None = None
     costs: Callable[[], CostTable] | None = None
     """Gives the cost table; called only by what needs it, because it may have to measure."""
 
     def copy(self) -> tuple[CopyDrafter, Choice]:
         s = self.settings
-        kappa = s.kappa or (self.probe.config.kappa if self.probe is not None else KAPPA)
+        source = self.lengths if self._by_length else self.probe
+        kappa = s.kappa or (source.config.kappa if source is not None else KAPPA)
         drafter = CopyDrafter(MatchConfig(kappa=kappa, candidates=s.candidates, depth=s.depth))
         return drafter, Choice(COPY, FixedBudget(s.copy_nodes, s.depth))
+
+    @property
+    def _by_length(self) -> bool:
+        return self.settings.gate == "cost" and self.lengths is not None
+
+    def length_gate(self, copy: Choice, neural: Choice | None) -> LengthGate | None:
+        """The cost gate on a length head, which sizes the drafts; None where it is not asked for or there is none."""
+        if not self._by_length:
+            return None
+        assert self.lengths is not None
+        costs = self.cost_table("gate 'cost'", "gate=probe")
+        copy = Choice(copy.name, FixedBudget(WIDEST_COPY, self.settings.depth))
+        if neural is not None:
+            neural = Choice(neural.name, PricedBudget.of(costs, neural.name, *WIDEST_TREE))
+        return LengthGate(costs, self.lengths, copy, neural)
 
     def neural_choice(self) -> Choice | None:
         """The neural side that the settings ask for; None where they ask for none or there is none."""
@@ -143,6 +170,8 @@ class Plan:
     gate: Gate
     drafters: tuple[Drafter, ...] = ()
     probe: SiteProbe | None = None
+    lengths: LengthHead | None = None
+    """Says how far drafts will be followed, where the gate asks."""
     verifier: Verifier = field(default_factory=Verifier)
 
 
@@ -181,8 +210,17 @@ def _switchsd(parts: Parts) -> Plan:
     drafter, copy = parts.copy()
     neural = parts.neural_choice()
     drafters: tuple[Drafter, ...] = (drafter,) if neural is None or parts.neural is None else (drafter, parts.neural)
+    if s.gate == "never":
+        return Plan(Never())
+    if s.gate == "always":
+        return _eagle(parts)
     if s.gate == "match":
         return Plan(MatchLengthGate(copy, neural), drafters)
+    if s.gate == "bandit":
+        return Plan(BanditGate(copy, neural), drafters)
+    gate = parts.length_gate(copy, neural)
+    if gate is not None:
+        return Plan(gate, drafters, lengths=parts.lengths)
     if parts.probe is None:
         raise DecodingError(
             f"mode 'switchsd' needs a probe for {parts.target.name}, and none is loaded: "

@@ -57,7 +57,10 @@ class LoggedDrafter:
     def close(self, request: Request) -> None: ...
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> list[DraftTree | None]:
-        return [self.grow(len(r.tokens) - self.text.prompt - 1, b, r.room)[0] for r, b in zip(requests, budgets, strict=True)]
+        return [
+            self.grow(len(r.tokens) - self.text.prompt - 1, b, r.room)[0]
+            for r, b in zip(requests, budgets, strict=True)
+        ]
 
     @cached_property
     def _depths(self) -> NDArray[np.integer]:
@@ -273,9 +276,7 @@ class Options:
     """[steps, options], of the head."""
 
 
-def options(
-    text: LoggedText, match: MatchConfig, copies: Sequence[FixedBudget], neural: Sequence[Budget]
-) -> Options:
+def options(text: LoggedText, match: MatchConfig, copies: Sequence[FixedBudget], neural: Sequence[Budget]) -> Options:
     """Option 0 drafts nothing; then the copies, then the head's budgets."""
     ids = text.ids[: text.prompt + text.steps + 1]
     copy, logged = CopyDrafter(match), LoggedDrafter(text)

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -137,9 +137,9 @@ def log_text(
     wanted = [*target.sites(drafter.sites), *target.sites(sites)]
     with target.read(wanted) as reader:
         cache = KVCache(1, capacity=fed)
-        logits = target.forward(
-            torch.tensor([ids[:fed]], device=target.device), cache, logits_to_keep=steps + 1
-        )[0, :-1]
+        logits = target.forward(torch.tensor([ids[:fed]], device=target.device), cache, logits_to_keep=steps + 1)[
+            0, :-1
+        ]
         features = torch.cat([reader.states[s][0] for s in target.sites(drafter.sites)], dim=-1)
         anchors = slice(prompt - 1, fed - 1)
         states = {str(s): reader.states[s][0, anchors].cpu().clone() for s in target.sites(sites)}

@@ -6,13 +6,16 @@ for k = 1, 2, ..., the last hazard standing for all later tokens too. The state 
 the features are those of `probes.surface`. `project` gives w_k . state of all drafters in one small matrix product on
 the state's device; the rest is a few dozen host multiplications.
 
+A neural drafter also has a table that corrects both drafters' chances where they speak of the same place.
+
 lengths.safetensors   <drafter>.state [hazards, sites * width], <drafter>.features [hazards, features],
-                      <drafter>.bias [hazards]; all float32
-config.json           a LengthConfig
+                      <drafter>.bias [hazards]; for each but `copy` also <drafter>.joint [4, 3, 3]; all float32
+lengths.json          a LengthConfig
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -32,8 +35,11 @@ from probes.surface import FEATURES
 
 KIND = "length"
 VERSION = 1
-WEIGHTS, CONFIG = "lengths.safetensors", "config.json"
+WEIGHTS, CONFIG = "lengths.safetensors", "lengths.json"
 PARTS = ("state", "features", "bias")
+COPY = "copy"
+JOINT = (4, 3, 3)
+"""Shape of a joint table: cases, depths, (odds of the copy, odds of the drafter, 1)."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class LengthConfig:
 
     @classmethod
     def from_dict(cls, values: Any, where: str = CONFIG) -> LengthConfig:
-        """Check what a config.json says; `where` names the file in messages."""
+        """Check what a lengths.json says; `where` names the file in messages."""
         if not isinstance(values, Mapping):
             raise ProbeError(f"{where} is not a JSON object: {AGAIN}")
         if values.get("kind") != KIND:
@@ -119,23 +125,40 @@ class LengthHead:
             self._weight = self._weight.to(state.device)
         return state.float() @ self._weight
 
-    def hazards(self, drafter: str, readings: Sequence[float], features: Sequence[float]) -> list[float]:
-        """Log-odds of each hazard, from what `project` gave for one anchor and the features [FEATURES]."""
+    @property
+    def digest(self) -> str:
+        """Names the weights."""
+        found = hashlib.sha256()
+        for name in sorted(self.tensors):
+            found.update(name.encode() + self.tensors[name].numpy().tobytes())
+        return found.hexdigest()[:16]
+
+    def knows(self, drafter: str) -> bool:
+        """Whether the drafts of this drafter were fitted."""
+        return drafter in self.config.drafts
+
+    def joint(self, drafter: str) -> list[list[list[float]]]:
+        """The table of a neural drafter that corrects its chances and the copy's where they meet."""
+        table: list[list[list[float]]] = self.tensors[f"{drafter}.joint"].tolist()
+        return table
+
+    def hazards(
+        self, drafter: str, readings: Sequence[float], features: Sequence[float], shift: float = 0.0
+    ) -> list[float]:
+        """Log-odds of each hazard, from what `project` gave for one anchor and the features [FEATURES]; `shift` is
+        added to all of them."""
         start, weights, bias = self._host[drafter]
         return [
-            readings[start + k] + b + sum(v * x for v, x in zip(weights[k], features, strict=True))
+            readings[start + k] + b + shift + sum(v * x for v, x in zip(weights[k], features, strict=True))
             for k, b in enumerate(bias)
         ]
 
-    def survival(
-        self, drafter: str, readings: Sequence[float], features: Sequence[float], shift: float = 0.0
-    ) -> list[float]:
-        """P(at least k tokens are accepted) for k = 1 .. the longest draft; `shift` is added to all log-odds."""
-        odds = self.hazards(drafter, readings, features)
-        out, alive = [], 1.0
+    def chances(self, drafter: str, hazards: Sequence[float]) -> list[float]:
+        """P(at least k tokens are accepted) for k = 1 .. the drafter's longest draft."""
+        out, alive, hazard = [], 1.0, 0.0
         for k in range(self.config.drafts[drafter]):
-            if k < len(odds):
-                hazard = 1 / (1 + math.exp(-max(min(odds[k] + shift, 30.0), -30.0)))
+            if k < len(hazards):
+                hazard = 1 / (1 + math.exp(-max(min(hazards[k], 30.0), -30.0)))
             alive *= hazard
             out.append(alive)
         return out
@@ -187,16 +210,25 @@ class LengthHead:
 def _check(tensors: Mapping[str, torch.Tensor], config: LengthConfig, where: str) -> None:
     """Names, shapes and finite values."""
     expected = {f"{name}.{part}" for name in config.drafts for part in PARTS}
+    expected |= {f"{name}.joint" for name in config.drafts if name != COPY}
     if set(tensors) != expected:
         raise ProbeError(f"{where} has tensors {sorted(tensors)}, expected {sorted(expected)}: {AGAIN}")
     for name, longest in config.drafts.items():
         hazards = tensors[f"{name}.bias"].numel()
         if not 1 <= hazards <= longest:
             raise ProbeError(f"{where}: {name} has {hazards} hazards for drafts of {longest} tokens: {AGAIN}")
-        shapes = ((hazards, config.width * len(config.sites)), (hazards, len(config.features)), (hazards,))
-        for part, shape in zip(PARTS, shapes, strict=True):
+        shapes: dict[str, tuple[int, ...]] = {
+            "state": (hazards, config.width * len(config.sites)),
+            "features": (hazards, len(config.features)),
+            "bias": (hazards,),
+        }
+        if name != COPY:
+            shapes["joint"] = JOINT
+        for part, shape in shapes.items():
             found = tensors[f"{name}.{part}"]
             if tuple(found.shape) != shape:
-                raise ProbeError(f"{where}: {name}.{part} has shape {list(found.shape)}, expected {list(shape)}: {AGAIN}")
+                raise ProbeError(
+                    f"{where}: {name}.{part} has shape {list(found.shape)}, expected {list(shape)}: {AGAIN}"
+                )
             if not torch.isfinite(found).all():
                 raise ProbeError(f"{where}: {name}.{part} has values that are not finite: {AGAIN}")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from decoding.eagle.drafter import EagleDrafter
     from decoding.modes import ModeSettings
     from probes.artifact import Probe
+    from probes.length_head import LengthHead
     from switchsd.artifacts import Kind
 
 AUTO = "auto"
@@ -73,7 +74,16 @@ def load(
         probe=_probe(loaded, probe),
         neural=_eagle(loaded, drafter) if neural == "eagle" else None,
         settings=chosen,
+        lengths=_lengths(loaded),
     )
+
+
+def _lengths(target: Target) -> LengthHead | None:
+    """The length head that fits; it is small, and only the cost gate reads it."""
+    from probes.length_head import LengthHead
+
+    folder = first_fitting("lengths", target)
+    return None if folder is None else LengthHead.from_pretrained(folder, target)
 
 
 def _probe(target: Target, probe: str | os.PathLike[str] | Probe | None) -> Probe | None:
@@ -106,16 +116,17 @@ def _eagle(target: Target, drafter: str | os.PathLike[str] | None) -> EagleDraft
 
 def first_fitting(kind: Kind, target: Target) -> Path | None:
     """The first artifact under the target's name that was made for exactly this target."""
-    from switchsd.artifacts import candidates
+    from switchsd.artifacts import CONFIGS, candidates
 
     mine = target.fingerprint.to_dict()
-    return next((folder for folder in candidates(kind, target.name) if made_for(folder) == mine), None)
+    config = CONFIGS[kind]
+    return next((folder for folder in candidates(kind, target.name) if made_for(folder, config) == mine), None)
 
 
-def made_for(folder: Path) -> Any:
+def made_for(folder: Path, config_file: str = "config.json") -> Any:
     """The fingerprint of the target that an artifact says it was made for; None if it does not say."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / config_file).read_text(encoding="utf-8"))
         return config.get("switchsd", config).get("target")
     except (OSError, ValueError, AttributeError):
         return None
