@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from activations.corpus import load_corpus, prompts_hash, read_prompts, spread
+from activations.corpus import load_corpus, read_prompts, spread
 from activations.generation import Request as Answer
 from activations.generation import complete
 from activations.sites import eagle_sites
@@ -20,6 +20,7 @@ from activations.store import CaptureStore
 from activations.target import Target, load_target
 from decoding.eagle.drafter import EagleDrafter
 from decoding.eagle.head import load_head
+from decoding.lengths import stored_texts
 from decoding.replay_log import log_text
 from switchsd.artifacts import shipped
 
@@ -31,24 +32,18 @@ AHEAD = 24
 """Tokens written beyond the logged ones, so that it is known how far drafts are followed."""
 
 
-def stored_texts(
-    store: CaptureStore, target: Target, split: str, count: int
-) -> Iterator[tuple[str, list[int], int, bool]]:
-    """Key, ids, prompt length and whether it stopped, of evenly spread documents of a split."""
-    rows, prompts = store.rows(), load_corpus()
-    if store.manifest.get("prompts") != prompts_hash(prompts):  # documents are numbers of prompts
-        raise SystemExit(f"{store.folder} was not captured from the whole embedded corpus as it is now: do so first")
-    documents = np.unique(rows["document"][rows["split"] == split])
-    for number in documents[np.linspace(0, len(documents) - 1, min(count, len(documents))).round().astype(int)]:
-        mine = rows["document"] == number
-        prompt = target.encode_messages(prompts[number].messages)
-        ids = prompt + rows["pending"][mine].tolist()
-        yield f"{split}-{number:04}", ids, len(prompt), bool(rows["span_0"][mine][-1] >= 0)
+Text = tuple[str, list[int], int, bool]
+"""Key, ids, prompt length, and whether it stopped."""
 
 
-def written_texts(
-    target: Target, file: Path, count: int, limit: int, rows: int
-) -> Iterator[tuple[str, list[int], int, bool]]:
+def embedded_texts(store: CaptureStore, target: Target, split: str, count: int) -> Iterator[Text]:
+    """Evenly spread texts of a split of a store of the embedded prompts."""
+    texts = [t for t in stored_texts(store, load_corpus(), target.encode_messages) if t.split == split]
+    for i in np.linspace(0, len(texts) - 1, min(count, len(texts))).round().astype(int).tolist():
+        yield f"{split}-{i:04}", texts[i].ids, texts[i].prompt, texts[i].stopped
+
+
+def written_texts(target: Target, file: Path, count: int, limit: int, rows: int) -> Iterator[Text]:
     prompts = read_prompts(file)
     prompts = spread(prompts, min(count, len(prompts)))
     requests = (Answer(i, target.encode_messages(p.messages), limit + AHEAD) for i, p in enumerate(prompts))
@@ -62,9 +57,8 @@ def log(given: argparse.Namespace) -> None:
     head = given.head or shipped("eagle", given.target)
     drafter = EagleDrafter(target, load_head(head, target.vocab_size), sites=eagle_sites(target.blocks))
     store = CaptureStore.open(given.store)
-    sources = {
-        s: stored_texts(store, target, s, n) for s, n in (("validation", given.validation), ("train", given.train))
-    }
+    counts = (("validation", given.validation), ("train", given.train))
+    sources = {split: embedded_texts(store, target, split, count) for split, count in counts}
     sources |= {f.stem: written_texts(target, f, given.limit, given.max_new_tokens, 16) for f in given.suite}
     given.log.mkdir(parents=True, exist_ok=True)
     for source, texts in sources.items():

@@ -7,7 +7,7 @@ drafted. Rows count by how often simple walks over the text would ask there, and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from decoding.tree import ROOT, DraftTree
 from probes.artifact import ProbeError
 from probes.length import LengthProbe
 from probes.length_head import LengthConfig, LengthHead
-from probes.surface import FEATURES, NOTHING, sureness, surface
+from probes.surface import FEATURES, sureness, surface
 
 Floats = NDArray[np.float64]
 WALKS = ((1, 2), (2, 2), (3, 2), (5, 2), (8, 2), (2, 3))
@@ -208,36 +208,89 @@ def train_lengths(
     """A length head of the texts of one split; without a log it knows copies alone."""
     columns = store.rows()
     summaries = np.stack([columns[n] for n in ("max_prob", "entropy", "margin")], axis=1)
-    fitted = [t for t in texts if t.split == split]
-    if not fitted:
+
+    def copies(of: Callable[[StoredText], bool]) -> tuple[torch.Tensor, DraftRows, int]:
+        """States, rows and number of the chosen texts, where something can be copied."""
+        chosen = [t for t in texts if of(t)]
+        if not chosen:
+            return torch.zeros(0, 0), _no_rows(), 0
+        made = [copy_rows(t.ids, t.prompt, t.stopped, summaries[t.rows], config.match) for t in chosen]
+        rows = DraftRows.join(made)
+        matched = rows.features[:, 0] > 0
+        at = torch.from_numpy(np.concatenate([np.flatnonzero(t.rows) for t in chosen])[matched])
+        return _side_by_side([store.states(s)[at] for s in config.sites], len(at)), rows[matched], len(chosen)
+
+    def drafts_of(of: Callable[[LoggedText], bool]) -> tuple[torch.Tensor, DraftRows, list[LoggedText]]:
+        """The same of the logged texts, at every position."""
+        chosen = [t for t in log if of(t)]
+        if not chosen:
+            return torch.zeros(0, 0), _no_rows(), chosen
+        rows = DraftRows.join([neural_rows(t, config.match) for t in chosen])
+        states = [torch.cat([t.states[s] for t in chosen]) for s in config.sites]
+        return _side_by_side(states, len(rows.accepted)), rows, chosen
+
+    states, rows, count = copies(lambda t: t.split == split)
+    if not count:
         raise ProbeError(f"{store.folder} has no texts of the {split} split")
-    made = [copy_rows(t.ids, t.prompt, t.stopped, summaries[t.rows], config.match) for t in fitted]
-    at = np.concatenate([np.flatnonzero(t.rows) for t in fitted])
-    rows = DraftRows.join(made)
-    matched = (rows.features[:, : len(NOTHING)] != 0).any(1)
-    rows = rows[matched]
-    where = torch.from_numpy(at[matched])
-    states = _side_by_side([store.states(s)[where] for s in config.sites], len(where))
-    tensors = {f"{COPY}.{k}": v for k, v in fit_draft(states, rows, config.depth, config.hazards, config.l2).items()}
-    drafts, parts = {COPY: config.depth}, {"copy texts": len(fitted), "copy rows": len(where)}
-    neural = [t for t in log if t.source == split]
+    held: dict[str, tuple[torch.Tensor, DraftRows]] = {COPY: copies(lambda t: t.split != split)[:2]}
+    fitted = fit_draft(states, rows, config.depth, config.hazards, config.l2)
+    tensors = {f"{COPY}.{k}": v for k, v in fitted.items()}
+    drafts, parts = {COPY: config.depth}, {"copy texts": count, "copy rows": len(rows.accepted)}
+    states, rows, neural = drafts_of(lambda t: t.source == split)
     if neural:
-        rows = DraftRows.join([neural_rows(t, config.match) for t in neural])
-        copies = {k.removeprefix(f"{COPY}."): v for k, v in tensors.items()}
-        states = _side_by_side([torch.cat([t.states[s] for t in neural]) for s in config.sites], len(rows.accepted))
         depth = NEURAL_BUDGET.depth
-        tensors |= {f"{EAGLE}.{k}": v for k, v in fit_draft(states, rows, depth, depth, NEURAL_L2 * config.l2).items()}
-        hazards = copies["bias"] + torch.from_numpy(rows.features).float() @ copies["features"].T
-        tensors[f"{EAGLE}.joint"] = fit_joint(neural, hazards + states.float() @ copies["state"].T, config.match)
+        hazards = fitted["bias"] + torch.from_numpy(rows.features).float() @ fitted["features"].T
+        hazards += states.float() @ fitted["state"].T
+        made = fit_draft(states, rows, depth, depth, NEURAL_L2 * config.l2)
+        tensors |= {f"{EAGLE}.{k}": v for k, v in made.items()}
+        tensors[f"{EAGLE}.joint"] = fit_joint(neural, hazards, config.match)
         drafts[EAGLE] = depth
         parts |= {"neural texts": len(neural), "neural rows": len(rows.accepted)}
+        held[EAGLE] = drafts_of(lambda t: t.source == "validation")[:2]
     target: Mapping[str, Any] = store.manifest["target"]
     made_config = LengthConfig(
         sites=config.sites, width=int(target["width"]), drafts=drafts, features=FEATURES, kappa=config.kappa,
         target=Fingerprint(**target), target_name=store.manifest["target_name"], split={"fitted": split, **parts},
         metrics={}, provenance=provenance(),
     )  # fmt: skip
-    return LengthHead(made_config, tensors)
+    head = LengthHead(made_config, tensors)
+    metrics = {name: judge(head, name, *found) for name, found in held.items() if len(found[1].accepted)}
+    return LengthHead(replace(made_config, metrics=metrics), tensors)
+
+
+def judge(head: LengthHead, drafter: str, states: torch.Tensor, rows: DraftRows) -> dict[str, float]:
+    """On rows weighted as a decoder asks: mean log-likelihood of the accepted length in nats, its mean, what was
+    expected, and the mean gap between the two over the ten tenths of the expected (calibration)."""
+    start, stop = head.columns(drafter)
+    weights = head.tensors[f"{drafter}.features"]
+    z = head.tensors[f"{drafter}.bias"] + torch.from_numpy(rows.features).float() @ weights.T
+    z = (z + head.project(states)[:, start:stop]).double()
+    longest = head.config.drafts[drafter]
+    hazards = torch.sigmoid(torch.cat([z, z[:, -1:].expand(-1, longest - z.shape[1])], dim=1)).numpy()
+    alive = np.cumprod(hazards, axis=1)
+    accepted = np.minimum(rows.accepted, longest)
+    known = np.hstack([np.ones((len(alive), 1)), alive, np.zeros((len(alive), 1))])
+    row = np.arange(len(alive))
+    law = np.where(rows.censored, known[row, accepted], known[row, accepted] - known[row, accepted + 1])
+    weight, sure = rows.weight, ~rows.censored
+    expected = alive.sum(1)
+    order = np.argsort(expected[sure], kind="stable")
+    gaps = [
+        abs(np.average((expected - accepted)[sure][part], weights=weight[sure][part]))
+        for part in np.array_split(order, 10)
+        if len(part)
+    ]
+    return {
+        "log_likelihood": round(float(np.average(np.log(np.maximum(law, 1e-9)), weights=weight)), 4),
+        "accepted": round(float(np.average(accepted[sure], weights=weight[sure])), 3),
+        "expected": round(float(np.average(expected[sure], weights=weight[sure])), 3),
+        "calibration_gap": round(float(np.mean(gaps)), 3),
+        "rows": len(alive),
+    }
+
+
+def _no_rows() -> DraftRows:
+    return DraftRows(np.zeros((0, len(FEATURES))), np.zeros(0, np.int64), np.zeros(0, bool), np.zeros(0))
 
 
 def fit_joint(texts: Sequence[LoggedText], hazards: torch.Tensor, match: MatchConfig) -> torch.Tensor:

@@ -137,6 +137,11 @@ class LengthHead:
         """Whether the drafts of this drafter were fitted."""
         return drafter in self.config.drafts
 
+    def columns(self, drafter: str) -> tuple[int, int]:
+        """Where the drafter's hazards begin and end in what `project` gives."""
+        start, _, bias = self._host[drafter]
+        return start, start + len(bias)
+
     def joint(self, drafter: str) -> list[list[list[float]]]:
         """The table of a neural drafter that corrects its chances and the copy's where they meet."""
         table: list[list[list[float]]] = self.tensors[f"{drafter}.joint"].tolist()
