@@ -24,6 +24,7 @@ from decoding.budgets import Budget, FixedBudget
 from decoding.costs import CostTable
 from decoding.drafters import CopyDrafter
 from decoding.gates import COPY, Gate, Situation
+from decoding.modes import SiteProbe
 from decoding.readings import Summary
 from decoding.replay_log import LoggedText
 from decoding.request import Request
@@ -172,6 +173,7 @@ def walk(
     costs: CostTable,
     match: MatchConfig,
     head: LengthHead | None = None,
+    probe: SiteProbe | None = None,
     into: Walk | None = None,
     trace: Trace | None = None,
 ) -> Walk:
@@ -182,6 +184,7 @@ def walk(
     request = Request(0, ids[: text.prompt], max_new_tokens=text.steps + 1, tokens=ids[: text.prompt + 1])
     copy.start(request, None)
     readings = _readings(text, head)
+    intents = _intents(text, probe)
     inside = loops(ids)
     tokens: list[int] = []
     spent: list[float] = []
@@ -191,7 +194,7 @@ def walk(
         position = at - text.prompt - 1
         matches = copy.match(request)
         situation = Situation(
-            length=at, room=request.room, match_length=matches.longest, request=0, prompt=text.prompt, matches=matches,
+            length=at, room=request.room, match_length=matches.longest, intent=intents[position], prompt=text.prompt, matches=matches,
             candidates=tuple(copy.candidates(request)), summary=Summary(*text.summary[position].tolist()),
             readings=readings[position],
         )  # fmt: skip
@@ -223,7 +226,7 @@ def walk(
             out.empty, out.wasted = out.empty + 1, out.wasted + time
         record = StepRecord(
             request=0, step=len(tokens), start=sum(spent) / 1e3, position=at - 1, mode="replay",
-            drafters=tuple(name for name, _ in decision.drafts), reason=decision.reason, intent=None,
+            drafters=tuple(name for name, _ in decision.drafts), reason=decision.reason, intent=intents[position],
             match_length=matches.longest, match_start=matches.starts[0] if matches.starts else -1,
             tokens=tuple(tree.tokens), parents=tuple(tree.parents), source=tuple(tree.source), logq=tuple(tree.logq),
             accepted=tuple(path), pending=ids[at + len(path)], rows=1, draft_ms=0.0, verify_ms=time, overhead_ms=0.0,
@@ -247,17 +250,25 @@ def _readings(text: LoggedText, head: LengthHead | None) -> list[tuple[float, ..
     return [tuple(row) for row in head.project(states).tolist()]
 
 
+def _intents(text: LoggedText, probe: SiteProbe | None) -> list[float | None]:
+    if probe is None:
+        return [None] * text.steps
+    states = torch.cat([text.states[s] for s in probe.config.sites], dim=-1)
+    return [float(x) for x in probe.score(states)]
+
+
 def replay(
     texts: Sequence[LoggedText],
     gate: Callable[[], Gate],
     costs: CostTable,
     match: MatchConfig,
     head: LengthHead | None = None,
+    probe: SiteProbe | None = None,
 ) -> Walk:
     """A fresh gate over every text, as each generation has its own."""
     out = Walk()
     for text in texts:
-        walk(text, gate(), costs, match, head, out)
+        walk(text, gate(), costs, match, head, probe, out)
     return out
 
 
