@@ -201,9 +201,7 @@ def main() -> None:
     made.set_defaults(run=log)
     shown = commands.add_parser("gates", help="replay gates over a log")
     shown.add_argument("log", type=Path)
-    shown.add_argument(
-        "--head", type=Path, action="append", default=[], help="length heads; the folder's name is shown"
-    )
+    shown.add_argument("--head", type=Path, action="append", default=[], help="length heads, shown by folder name")
     shown.add_argument("--probe", default="smollm2/best")
     shown.add_argument("--costs", type=Path, help="this computer's cost table; measured or cached by default")
     shown.add_argument("--source", default="", help="comma-separated sources of the log; all but train by default")

@@ -23,7 +23,7 @@ from activations.matching.match import MatchConfig
 from decoding.budgets import Budget, FixedBudget
 from decoding.costs import CostTable
 from decoding.drafters import CopyDrafter
-from decoding.gates import COPY, Gate, Situation
+from decoding.gates import COPY, Decision, Gate, Situation
 from decoding.modes import SiteProbe
 from decoding.readings import Summary
 from decoding.replay_log import LoggedText
@@ -33,6 +33,7 @@ from decoding.tree import DraftTree
 from probes.length_head import LengthHead
 
 EAGLE = "eagle"
+NO_ROOM = Decision((), "no room")
 EMPTY = DraftTree((), (), (), ())
 LOOP_PERIOD, LOOP_REPEATS = 40, 3
 
@@ -194,15 +195,14 @@ def walk(
         position = at - text.prompt - 1
         matches = copy.match(request)
         situation = Situation(
-            length=at, room=request.room, match_length=matches.longest, intent=intents[position], prompt=text.prompt, matches=matches,
+            length=at, room=request.room, match_length=matches.longest, intent=intents[position], prompt=text.prompt,
+            matches=matches,
             candidates=tuple(copy.candidates(request)), summary=Summary(*text.summary[position].tolist()),
             readings=readings[position],
         )  # fmt: skip
-        decision = gate.choose(situation)
+        decision = gate.choose(situation) if request.room > 0 else NO_ROOM
         trees, time = [], 0.0
         for name, budget in decision.drafts:
-            if request.room <= 0:
-                continue
             if name == COPY:
                 [tree] = copy.propose([request], [budget])
             else:
