@@ -26,7 +26,7 @@ from decoding.budgets import FixedBudget, PricedBudget
 from decoding.costs import CostTable, get_costs
 from decoding.eagle.drafter import EagleDrafter
 from decoding.eagle.head import load_head
-from decoding.gates import COPY, Always, BanditGate, Choice, CostGate, MatchLengthGate, Never, ProbeGate
+from decoding.gates import COPY, Always, BanditGate, Choice, MatchLengthGate, Never, ProbeGate
 from decoding.length_gate import LengthGate
 from decoding.lengths import stored_texts
 from decoding.modes import WIDEST_COPY, WIDEST_TREE
@@ -146,8 +146,6 @@ def _study(
     tau = probe.config.threshold
     found["probe threshold"] = replay(texts, lambda: ProbeGate(copy, priced, tau), costs, MATCH, probe=probe)
     found["bandit"] = replay(texts, lambda: BanditGate(copy, priced), costs, MATCH)
-    old = replay(texts, lambda: CostGate(costs, copy, priced), costs, MATCH, probe=probe)
-    found["cost, cells of the probe"] = old
     wide = Choice(COPY, FixedBudget(WIDEST_COPY, 20))
     for name, head in heads.items():
         found[f"cost, {name}"] = replay(texts, partial(LengthGate, costs, head, wide, priced), costs, MATCH, head)

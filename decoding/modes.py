@@ -12,7 +12,7 @@ from activations.matching.match import MatchConfig
 from activations.target import Target
 from decoding.budgets import FixedBudget, PricedBudget
 from decoding.drafters import CopyDrafter, Drafter
-from decoding.gates import COPY, Always, BanditGate, Choice, CostGate, Gate, MatchLengthGate, Never, ProbeGate
+from decoding.gates import COPY, Always, BanditGate, Choice, Gate, MatchLengthGate, Never, ProbeGate
 from decoding.length_gate import LengthGate
 from decoding.verifier import Verifier
 from probes.length_head import LengthHead
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 NEURAL = ("eagle", "draft", "none")
 """Neural sides that `--neural` chooses from."""
-GATES = ("probe", "cost", "match", "bandit", "always", "never")
+GATES = ("auto", "probe", "cost", "match", "bandit", "always", "never")
 """Gates that `--gate` chooses from."""
 WIDEST_COPY = 31
 """Most nodes of a copy that a length gate may ask for."""
@@ -82,10 +82,10 @@ class ModeSettings:
     """The neural drafter's tree: fixed (always that large), priced (as far as the cost table says it pays)."""
     tau: float | None = None
     """Copy intent from which the switch copies; by default the probe's own threshold."""
-    gate: str = "probe"
-    """Gate of `switchsd`: probe (SwitchSD's rule), cost (expected tokens per millisecond; with a length head it also
-    sizes all drafts itself), match (any suffix match of kappa tokens), bandit (whichever has paid), always (the
-    neural side), never (the target alone)."""
+    gate: str = "auto"
+    """Gate of `switchsd`: auto (cost where there is a length head, else probe), probe (SwitchSD's rule), cost (expected
+    tokens per millisecond, from a length head; it sizes all drafts itself), match (any suffix match of kappa tokens),
+    bandit (whichever has paid), always (the neural side), never (the target alone)."""
     neural: str = "eagle"
     """Neural side: eagle or none (draft, a small draft model, is not yet available)."""
 
@@ -127,13 +127,12 @@ class Parts:
 
     @property
     def _by_length(self) -> bool:
-        return self.settings.gate == "cost" and self.lengths is not None
+        return self.settings.gate in ("auto", "cost") and self.lengths is not None
 
     def length_gate(self, copy: Choice, neural: Choice | None) -> LengthGate | None:
         """The cost gate on a length head, which sizes the drafts; None where it is not asked for or there is none."""
-        if not self._by_length:
+        if not self._by_length or self.lengths is None:
             return None
-        assert self.lengths is not None
         costs = self.cost_table("gate 'cost'", "gate=probe")
         copy = Choice(copy.name, FixedBudget(WIDEST_COPY, self.settings.depth))
         if neural is not None:
@@ -221,14 +220,16 @@ def _switchsd(parts: Parts) -> Plan:
     gate = parts.length_gate(copy, neural)
     if gate is not None:
         return Plan(gate, drafters, lengths=parts.lengths)
+    if s.gate == "cost":
+        raise DecodingError(
+            f"gate 'cost' needs a length head for {parts.target.name}, and none is loaded: "
+            "train one (switchsd train lengths), or use gate=probe or gate=match"
+        )
     if parts.probe is None:
         raise DecodingError(
             f"mode 'switchsd' needs a probe for {parts.target.name}, and none is loaded: "
             "train one (switchsd train), or use gate=match or mode copy"
         )
-    if s.gate == "cost":
-        costs = parts.cost_table("gate 'cost'", "gate=probe")
-        return Plan(CostGate(costs, copy, neural), drafters, parts.probe)
     tau = s.tau if s.tau is not None else parts.probe.config.threshold
     return Plan(ProbeGate(copy, neural, tau), drafters, parts.probe)
 

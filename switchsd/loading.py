@@ -138,7 +138,8 @@ def measure_costs(decoder: Decoder, settings: ModeSettings, columns: Iterable[st
     from switchsd.show import bar
 
     wanted = [f"gate={settings.gate}", f"neural_tree={settings.neural_tree}", *columns]
-    if any("gate=cost" in text or "neural_tree=priced" in text for text in wanted):
+    by_length = decoder.lengths is not None and settings.gate == "auto" and any("switchsd" in text for text in columns)
+    if by_length or any("gate=cost" in text or "neural_tree=priced" in text for text in wanted):
         with bar("measuring what a step costs (once, about 20 s)"):
             decoder.costs()
 

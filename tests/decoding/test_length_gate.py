@@ -141,7 +141,7 @@ def test_no_other_option_has_a_higher_expected_rate(
 
 def test_what_came_shifts_a_requests_own_estimates() -> None:
     """A copy that is never followed is copied less, whether it was drafted or not; other requests are left alone."""
-    gate = LengthGate(table(40, 8, 50), head(0.7, 0.1), COPY, EAGLE)
+    gate = LengthGate(table(40, 12, 50), head(0.7, 0.1), COPY, EAGLE)
     before = drafts(gate.choose(at()))["copy"]
     for _ in range(40):
         decision = gate.choose(at())
