@@ -87,6 +87,8 @@ def test_a_walk_is_what_the_engine_does(
     decoder = Decoder(target, neural=drafter, settings=chosen, costs=COSTS, lengths=head)
     answer = decoder.generate(prompt, mode="switchsd", max_new_tokens=40).tokens
     assert len(answer) == 40
+    assert answer == decoder.generate(prompt, mode="ar", max_new_tokens=40).tokens
+    decoder.generate(prompt, mode="switchsd", max_new_tokens=40)  # whose trace is compared
     text = log_text(
         target, drafter, [*prompt, *answer], len(prompt), key="a", source="train", stopped=False, limit=40, depth=4,
         sites=head.config.sites,
