@@ -14,7 +14,11 @@ from hypothesis import strategies as st
 from sklearn.linear_model import LogisticRegression
 from test_eagle_head import random_head
 
+from activations.capture import CaptureConfig, capture
+from activations.corpus import Prompt
+from activations.labels import LabelConfig
 from activations.matching.match import MatchConfig
+from activations.store import CaptureStore
 from activations.target import Target
 from decoding import lengths
 from decoding.budgets import FixedBudget
@@ -22,6 +26,7 @@ from decoding.costs import CostTable
 from decoding.decoder import Decoder
 from decoding.eagle.drafter import EagleDrafter
 from decoding.gates import Always, Choice, Gate, MatchLengthGate, Never
+from decoding.joint import AGREE, ALONE, BESIDE, PASSED_OVER, odds
 from decoding.lengths import DraftRows, copy_rows, fit_draft
 from decoding.modes import ModeSettings
 from decoding.readings import summary
@@ -29,6 +34,7 @@ from decoding.replay import LoggedDrafter, follow, loops, options, oracle, repla
 from decoding.replay_log import LogError, LoggedText, log_text, read_log
 from decoding.trace import Trace
 from decoding.tree import DraftTree
+from probes.artifact import ProbeError
 from probes.length_head import JOINT, LengthConfig, LengthHead
 from probes.surface import FEATURES
 
@@ -253,3 +259,79 @@ def test_a_fit_without_states_has_features_alone() -> None:
     rows = DraftRows(rng.normal(size=(50, len(FEATURES))), rng.integers(0, 4, 50), np.zeros(50, bool), np.ones(50))
     made = fit_draft(torch.zeros(50, 0), rows, 5, 3, 1e-2)
     assert made["state"].shape == (3, 0) and made["features"].shape == (3, len(FEATURES))
+
+
+@pytest.fixture(scope="module")
+def captured(
+    small_target: Callable[..., Target], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[CaptureStore, list[Prompt]]:
+    texts = ["ABCDABCDABCD", "list:0;1;2;", "aaaa", "0123401234", "hijjihhijjih", "ab;cd;ab;cd;"]
+    prompts = [
+        Prompt(f"p{i}", "qa", f"g{i}", "validation" if i % 3 == 2 else "train", None, ({"role": "user", "content": t},))
+        for i, t in enumerate(texts)
+    ]
+    config = CaptureConfig(sites=("resid_mid.2",), max_new_tokens=40, labels=LabelConfig(kappa=1))
+    return capture(small_target("llama"), prompts, tmp_path_factory.mktemp("lengths") / "s", config), prompts
+
+
+def test_a_head_is_fitted_from_a_store_and_a_log(
+    captured: tuple[CaptureStore, list[Prompt]], small_target: Callable[..., Target]
+) -> None:
+    store, prompts = captured
+    target = small_target("llama")
+    texts = list(lengths.stored_texts(store, prompts, target.encode_messages))
+    assert [t.split for t in texts] == [p.split for p in prompts]
+    drafter = EagleDrafter(target, random_head(), sites=SITES)
+    log = [
+        log_text(
+            target, drafter, t.ids, t.prompt, key=str(i), source=t.split, stopped=t.stopped, sites=["resid_mid.2"],
+        )
+        for i, t in enumerate(texts)
+    ]  # fmt: skip
+    config = lengths.LengthTrainConfig(sites=("resid_mid.2",), depth=8, hazards=3)
+    head = lengths.train_lengths(store, texts, log, config)
+    head.check_target(target.fingerprint)
+    assert head.config.drafts == {"copy": 8, "eagle": 3} and head.config.kappa == 1
+    assert head.config.split["copy texts"] == 4 and head.config.split["neural texts"] == 4
+    assert set(head.config.metrics) == {"copy", "eagle"}
+    alone = lengths.train_lengths(store, texts, [], config)
+    assert alone.config.drafts == {"copy": 8} and "eagle.joint" not in alone.tensors
+    for name in ("state", "features", "bias"):
+        assert torch.equal(alone.tensors[f"copy.{name}"], head.tensors[f"copy.{name}"])
+    logged_state = torch.cat([t.states["resid_mid.2"] for t in log])
+    stored = torch.cat(
+        [store.states("resid_mid.2")[torch.from_numpy(t.rows)][: x.steps] for t, x in zip(texts, log, strict=True)]
+    )
+    torch.testing.assert_close(logged_state, stored, atol=2e-4, rtol=1e-3)  # both sides are fitted to the same states
+    with pytest.raises(ProbeError, match="was captured from other prompts"):
+        list(lengths.stored_texts(store, prompts[1:], target.encode_messages))
+    with pytest.raises(ProbeError, match="has no texts of the test split"):
+        lengths.train_lengths(store, texts, log, config, split="test")
+
+
+def test_judging_is_the_likelihood_of_what_came(small_target: Callable[..., Target]) -> None:
+    head = small_lengths(small_target("llama"))
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(3, 32, generator=generator)
+    features = torch.randn(3, len(FEATURES), generator=generator).numpy().astype(float)
+    rows = DraftRows(features, np.array([0, 2, 5]), np.array([False, False, True]), np.array([1.0, 0.5, 0.25]))
+    terms = []
+    for i, readings in enumerate(head.project(states).tolist()):
+        alive = [1.0, *head.chances("copy", head.hazards("copy", readings, features[i].tolist()))]
+        n = int(rows.accepted[i])
+        terms.append(np.log(alive[n] - (0 if rows.censored[i] else alive[n + 1])))
+    found = lengths.judge(head, "copy", states, rows)
+    assert found["log_likelihood"] == pytest.approx(np.average(terms, weights=rows.weight), abs=1e-3)
+    assert found["accepted"] == pytest.approx(2 * 0.5 / 1.5, abs=1e-3) and found["rows"] == 3
+
+
+def test_meetings_of_the_two_drafters_by_hand() -> None:
+    """The head drafted 1 and 4, below 1 a 7; the copy says 1, 2, 9, and the text goes 1 7 3."""
+    tree = DraftTree([1, 4, 7], [-1, -1, 0], ["eagle"] * 3, np.log([0.6, 0.2, 0.7]).tolist())
+    a, b, c = (odds(q) for q in tree.logq)
+    found = list(lengths.meetings(tree, [1, 2, 9], [1.5, -0.5], [1, 7, 3]))
+    assert found == [
+        (AGREE, 0, 1.5, a, True), (BESIDE, 0, 1.5, b, False), (PASSED_OVER, 1, -0.5, c, False),
+        (BESIDE, 1, -0.5, c, True),
+    ]  # fmt: skip
+    assert [m[0] for m in lengths.meetings(tree, (), [1.0], [1, 7])] == [ALONE, ALONE, ALONE]
