@@ -44,8 +44,9 @@ MAYBE = {
 
 
 class _Norm:
-    """RMS norm with float32 inside, rounded where the general code rounds. In float32 the module itself: its sums do not
-    depend on what else is in the batch."""
+    """RMS norm with float32 inside, rounded where the general code rounds.
+
+    In float32 it is the module itself, whose sums do not depend on what else is in the batch."""
 
     def __init__(self, module: Any) -> None:
         self._module = module

@@ -159,7 +159,9 @@ def column(decoder: Decoder, name: str, peers: PeerConfig | None = None) -> Colu
         changed, sampling = replace(decoder.settings, **values["mode"]), Sampling(**values["sampling"])
     except (TypeError, ValueError) as error:
         raise DecodingError(f"{name!r}: {error}") from error
-    return ModeColumn(Decoder(decoder.target, decoder.probe, decoder.neural, changed), mode, sampling)
+    return ModeColumn(
+        Decoder(decoder.target, decoder.probe, decoder.neural, changed, lengths=decoder.lengths), mode, sampling
+    )
 
 
 def _assistant(target: Target, name: str, peers: PeerConfig) -> Assistant | None:

@@ -57,14 +57,14 @@ class CostTable:
     probe_ms: float
     match_ms: float
 
-    def verify(self, width: int, context: int) -> float:
+    def verify(self, width: float, context: int) -> float:
         """Milliseconds to verify, between the measured points and beyond them linear."""
         i, s = _between(self.contexts, context)
         low = _line(self.widths, self.verify_ms[i], width)
         high = _line(self.widths, self.verify_ms[min(i + 1, len(self.contexts) - 1)], width)
         return low + s * (high - low)
 
-    def draft(self, drafter: str, depth: int) -> float:
+    def draft(self, drafter: str, depth: float) -> float:
         """Milliseconds to draft a tree of that depth; 0 for a drafter that was not measured."""
         times = self.draft_ms.get(drafter)
         return _line(list(range(1, len(times) + 1)), times, depth) if times else 0.0
@@ -132,7 +132,7 @@ def key_of(target: Target) -> dict[str, Any]:
 
 
 def measure(
-    target: Target, drafter: Drafter | None = None, probe: SiteProbe | None = None, budget_seconds: float = 20.0
+    target: Target, drafter: Drafter | None = None, probe: SiteProbe | None = None, budget_seconds: float = 12.0
 ) -> CostTable:
     """Measure a cost table within the given time: every point once, then again and again, and their medians."""
     deadline = perf_counter() + budget_seconds
@@ -237,7 +237,7 @@ def costs_file(target: Target, drafter: Drafter | None = None) -> Path:
 
 
 def get_costs(target: Target, drafter: Drafter | None = None, probe: SiteProbe | None = None) -> CostTable:
-    """The cached table, or one measured now (at most about 20 s) and cached."""
+    """The cached table, or one measured now (about 12 s) and cached."""
     file = costs_file(target, drafter)
     if file.is_file():
         with suppress(CostError):  # made again below

@@ -9,7 +9,7 @@ from typing import Any, overload
 
 from activations.sampling import Sampling
 from activations.target import Target
-from decoding.costs import CostTable, get_costs
+from decoding.costs import CostTable, costs_file, get_costs
 from decoding.drafters import Drafter
 from decoding.engine import Commit, Engine
 from decoding.modes import DecodingError, ModeSettings, Parts, Plan, SiteProbe, get_mode
@@ -18,6 +18,7 @@ from decoding.scheduler import SequentialScheduler
 from decoding.selfcheck import ensure_tree_forward
 from decoding.text import TextStream
 from decoding.trace import Trace
+from probes.length_head import LengthHead
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 """Text, chat messages, or token ids."""
@@ -119,10 +120,12 @@ class Decoder:
         neural: Drafter | None = None,
         settings: ModeSettings | None = None,
         costs: CostTable | None = None,
+        lengths: LengthHead | None = None,
     ) -> None:
         self.target = target
         self.probe = probe
         self.neural = neural
+        self.lengths = lengths
         self.settings = settings or ModeSettings()
         self.trace = Trace()
         self._costs = costs
@@ -224,7 +227,7 @@ class Decoder:
 
     def plan(self, mode: str, settings: ModeSettings | None = None) -> Plan:
         """A mode, built from this decoder's parts."""
-        parts = Parts(self.target, settings or self.settings, self.probe, self.neural, self.costs)
+        parts = Parts(self.target, settings or self.settings, self.probe, self.neural, self.lengths, self.costs)
         built = get_mode(mode).build(parts)
         if built.drafters:
             ensure_tree_forward(self.target)
@@ -240,10 +243,16 @@ class Decoder:
             "gate": type(plan.gate).__name__,
             "drafters": [d.describe() for d in plan.drafters],
             "probe": None if plan.probe is None else plan.probe.config.to_dict(),
+            "lengths": None if plan.lengths is None else plan.lengths.digest,
         }
 
+    @property
+    def costs_known(self) -> bool:
+        """Whether the cost table was given or is cached, so that it need not be measured."""
+        return self._costs is not None or costs_file(self.target, self.neural).is_file()
+
     def costs(self) -> CostTable:
-        """The cost table: given, cached, or measured now (at most 20 s)."""
+        """The cost table: given, cached, or measured now (about 12 s)."""
         if self._costs is None:
             self._costs = get_costs(self.target, self.neural, self.probe)
         return self._costs

@@ -109,15 +109,18 @@ class CopyDrafter:
             self._matches[request] = found
         return found
 
+    def candidates(self, request: Request) -> list[Sequence[int]]:
+        """The tokens of the candidates, up to the matcher's depth, the best first: the first one gets most of a
+        budget. Those of other requests' texts come first where they match more."""
+        matches = self.match(request)
+        own: list[Sequence[int]] = [*self._indices[request].candidates(matches)]
+        return [*self._foreign[request].candidates, *own] if matches.shared else own
+
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> list[DraftTree | None]:
         trees: list[DraftTree | None] = []
         for request, budget in zip(requests, budgets, strict=True):
-            matches = self.match(request)
             depth = min(budget.depth, request.room)
-            found: list[Sequence[int]] = [*self._indices[request].candidates(matches)]
-            if matches.shared:
-                found = [*self._foreign[request].candidates, *found]
-            candidates = [one[:depth] for one in found]
+            candidates = [one[:depth] for one in self.candidates(request)]
             trees.append(DraftTree.trie(candidates, self.name, budget.nodes) if candidates and depth > 0 else None)
         return trees
 

@@ -9,6 +9,7 @@ A scheduler owns the requests and orders the halves; the engine owns rows of the
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -25,6 +26,7 @@ from decoding.drafters import CopyDrafter, Drafter
 from decoding.gates import COPY, Decision, Situation
 from decoding.modes import Plan
 from decoding.packing import tree_forward
+from decoding.readings import Summary, summary
 from decoding.request import TARGET, Request
 from decoding.trace import StepRecord, Trace
 from decoding.tree import DraftTree
@@ -92,6 +94,7 @@ class Engine:
         self._cache = KVCache(rows)
         self._drafters: dict[str, Drafter] = {d.name: d for d in plan.drafters}
         self._intents: dict[Request, float] = {}
+        self._readings: dict[Request, tuple[float, ...]] = {}
         self._steps: dict[Request, int] = {}
         self._began = perf_counter()
         self._sites: dict[str, list[Site]] = {}
@@ -99,7 +102,8 @@ class Engine:
             found = self._guarded(drafter, lambda d=drafter: target.sites(d.sites))  # type: ignore[misc]
             self._sites[drafter.name] = found or []
         self._probe_sites: list[Site] = target.sites(plan.probe.config.sites) if plan.probe is not None else []
-        wanted = [s for sites in self._sites.values() for s in sites] + self._probe_sites
+        self._length_sites: list[Site] = target.sites(plan.lengths.config.sites) if plan.lengths is not None else []
+        wanted = [s for sites in self._sites.values() for s in sites] + self._probe_sites + self._length_sites
         self._reader = target.read(wanted) if wanted else None
 
     # -- requests come and go -----------------------------------------------------------------------
@@ -115,14 +119,13 @@ class Engine:
         logits = self.target.forward(torch.tensor([prompt[start:]], device=self.target.device), cache, logits_to_keep=1)
         cache.commit([range(len(prompt) - start)])
         request.tokens = list(prompt)
-        [verdict] = self.plan.verifier.accept([EMPTY], logits, [request], self._prompt_intent())
+        [verdict] = self.plan.verifier.accept([EMPTY], logits, [request], self._reading(logits, prompt=True))
         if not alone:
             self._cache.load_row(len(self.requests), cache)
         self.requests.append(request)
         request.tokens.append(verdict.pending)
         request.sources.append(TARGET)
-        if verdict.intent is not None:
-            self._intents[request] = verdict.intent
+        self._keep(request, verdict)
         self._steps[request] = 0
         for drafter in list(self._drafters.values()):
             features = self._features(drafter, 0, None)
@@ -191,6 +194,7 @@ class Engine:
         for drafter in self.plan.drafters:
             drafter.close(request)
         self._intents.pop(request, None)
+        self._readings.pop(request, None)
         self._steps.pop(request, None)
 
     def close(self) -> None:
@@ -209,7 +213,7 @@ class Engine:
         matches = self._matches()
         intents = [self._intents.get(r) for r in requests]
         decisions = [
-            self.plan.gate.choose(Situation(len(r.tokens), r.room, m.longest if m else 0, i)) if r.room > 0 else NO_ROOM
+            self.plan.gate.choose(self._situation(r, m, i)) if r.room > 0 else NO_ROOM
             for r, m, i in zip(requests, matches, intents, strict=True)
         ]
         asked: dict[str, list[tuple[int, Budget]]] = {}
@@ -226,7 +230,8 @@ class Engine:
         merged = []
         for request, decision, own in zip(requests, decisions, grown, strict=True):
             parts = [own[name] for name, _ in decision.drafts if name in own]
-            merged.append(DraftTree.merge(parts).cut(request.room) if parts else EMPTY)
+            tree = DraftTree.merge(parts).cut(request.room) if parts else EMPTY
+            merged.append(decision.trim(tree) if decision.trim is not None and len(tree) else tree)
         draft_ms = (ended - began) * 1e3
         gate_ms = (perf_counter() - entered) * 1e3 - draft_ms
         return [Draft(*parts, draft_ms, gate_ms) for parts in zip(merged, decisions, matches, intents, strict=True)]
@@ -237,8 +242,7 @@ class Engine:
         began = perf_counter()
         trees = [d.tree for d in drafts]
         logits = tree_forward(self.target, self._cache, [r.tokens[-1] for r in requests], trees)
-        intent = self._intent if self._probe_sites else None
-        verdicts = self.plan.verifier.accept(trees, logits, requests, intent)
+        verdicts = self.plan.verifier.accept(trees, logits, requests, self._reading(logits))
         judged = perf_counter()
         slots = [[0, *(i + 1 for i in v.path)] for v in verdicts]
         self._cache.commit([*slots, *((),) * (self._rows - len(slots))])
@@ -274,6 +278,11 @@ class Engine:
         found = self._guarded(copy, lambda: [copy.match(request) for request in self.requests])
         return found if found is not None else [None] * len(self.requests)
 
+    def _candidates(self, request: Request) -> Sequence[Sequence[int]]:
+        copy = self._drafters.get(COPY)
+        found = self._guarded(copy, lambda: copy.candidates(request)) if isinstance(copy, CopyDrafter) else None
+        return found or ()
+
     def _proposed(
         self, name: str, requests: Sequence[Request], jobs: Sequence[tuple[int, Budget]]
     ) -> Sequence[DraftTree | None]:
@@ -302,8 +311,7 @@ class Engine:
         sources = [tree.source[i] for i in verdict.path] + [TARGET]
         request.tokens += tokens
         request.sources += sources
-        if verdict.intent is not None:
-            self._intents[request] = verdict.intent
+        self._keep(request, verdict)
         return Commit(request, tokens, sources, draft.decision.copies)
 
     def _record(
@@ -355,8 +363,47 @@ class Engine:
         states = [self._reader.states[site][row, slots] for site in self._probe_sites]
         return self.plan.probe.score(states[0] if len(states) == 1 else torch.cat(states, dim=-1))
 
-    def _prompt_intent(self) -> Intent | None:
-        """Only the last prompt position's logits are computed: slot 0 there is the prompt's end."""
-        if not self._probe_sites:
-            return None
-        return lambda slots: self._intent(slots - 1)
+    def _reading(self, logits: torch.Tensor, prompt: bool = False) -> Intent | None:
+        """Reads what the gate asks for at a slot of each row: the probe's output, and for a length head the summary of
+        the logits and the head's projection. Of a prompt only the last position's logits are computed: slot 0 there
+        is the prompt's end."""
+        lengths = self.plan.lengths
+        if lengths is None:
+            if not self._probe_sites:
+                return None
+            return (lambda slots: self._intent(slots - 1)) if prompt else self._intent
+
+        def read(slots: torch.Tensor) -> torch.Tensor:
+            assert self._reader is not None
+            row = torch.arange(len(slots), device=slots.device)
+            places = slots - 1 if prompt else slots
+            intent = self._intent(places) if self._probe_sites else torch.full_like(slots, math.nan, dtype=torch.float)
+            states = [self._reader.states[site][row, places] for site in self._length_sites]
+            state = torch.cat([logits[row, slots][:, :0], *states], dim=-1)  # a head may read none
+            return torch.cat([intent[:, None], summary(logits[row, slots]), lengths.project(state)], dim=-1)
+
+        return read
+
+    def _keep(self, request: Request, verdict: Verdict) -> None:
+        """What was read at the new anchor."""
+        if verdict.intent is not None:
+            self._intents[request] = verdict.intent
+        if verdict.readings:
+            self._readings[request] = verdict.readings
+
+    def _situation(self, request: Request, matches: Matches | None, intent: float | None) -> Situation:
+        if self.plan.lengths is None:  # no gate without a length head asks for more
+            return Situation(len(request.tokens), request.room, matches.longest if matches else 0, intent)
+        readings = self._readings[request]
+        return Situation(
+            length=len(request.tokens),
+            room=request.room,
+            match_length=matches.longest if matches else 0,
+            intent=intent,
+            request=request.number,
+            prompt=len(request.prompt),
+            matches=matches,
+            candidates=self._candidates(request),
+            summary=Summary(*readings[:3]),
+            readings=readings[3:],
+        )

@@ -12,14 +12,22 @@ from activations.matching.match import MatchConfig
 from activations.target import Target
 from decoding.budgets import FixedBudget, PricedBudget
 from decoding.drafters import CopyDrafter, Drafter
-from decoding.gates import COPY, Always, Choice, CostGate, Gate, MatchLengthGate, Never, ProbeGate
+from decoding.gates import COPY, Always, BanditGate, Choice, Gate, MatchLengthGate, Never, ProbeGate
+from decoding.length_gate import LengthGate
 from decoding.verifier import Verifier
+from probes.length_head import LengthHead
 
 if TYPE_CHECKING:
     from decoding.costs import CostTable
 
 NEURAL = ("eagle", "draft", "none")
 """Neural sides that `--neural` chooses from."""
+GATES = ("auto", "probe", "cost", "match", "bandit", "always", "never")
+"""Gates that `--gate` chooses from."""
+WIDEST_COPY = 31
+"""Most nodes of a copy that a length gate may ask for."""
+WIDEST_TREE = (31, 4)
+"""Most nodes and levels of a neural tree that a length gate may ask for; it is priced and trimmed."""
 
 
 class DecodingError(Exception):
@@ -66,16 +74,18 @@ class ModeSettings:
     """Most tokens of a copy candidate."""
     copy_nodes: int = 12
     """Most nodes of a copy trie."""
-    neural_nodes: int = 7
+    neural_nodes: int = 12
     """Most nodes of the neural drafter's tree."""
-    neural_depth: int = 3
+    neural_depth: int = 4
     """Most levels of the neural drafter's tree."""
-    neural_tree: str = "fixed"
-    """The neural drafter's tree: fixed (always that large), priced (as far as the cost table says it pays)."""
+    neural_tree: str = "priced"
+    """The neural drafter's tree: priced (as far as the cost table says it pays), fixed (always that large)."""
     tau: float | None = None
     """Copy intent from which the switch copies; by default the probe's own threshold."""
-    gate: str = "probe"
-    """Gate of `switchsd`: probe (SwitchSD's rule), cost (expected tokens per millisecond), match (no probe)."""
+    gate: str = "auto"
+    """Gate of `switchsd`: auto (cost where there is a length head and tau is not given, else probe), probe (SwitchSD's rule), cost (expected
+    tokens per millisecond, from a length head; it sizes all drafts itself), match (any suffix match of kappa tokens),
+    bandit (whichever has paid), always (the neural side), never (the target alone)."""
     neural: str = "eagle"
     """Neural side: eagle or none (draft, a small draft model, is not yet available)."""
 
@@ -86,8 +96,8 @@ class ModeSettings:
                 continue
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")
-        if self.gate not in ("probe", "cost", "match"):
-            raise ValueError(f"unknown gate {self.gate!r}: use probe, cost or match")
+        if self.gate not in GATES:
+            raise ValueError(f"unknown gate {self.gate!r}: use {', '.join(GATES[:-1])} or {GATES[-1]}")
         if self.neural_tree not in ("fixed", "priced"):
             raise ValueError(f"unknown neural_tree {self.neural_tree!r}: use fixed or priced")
         if self.neural not in NEURAL:
@@ -104,14 +114,31 @@ class Parts:
     settings: ModeSettings
     probe: SiteProbe | None = None
     neural: Drafter | None = None
+    lengths: LengthHead | None = None
     costs: Callable[[], CostTable] | None = None
     """Gives the cost table; called only by what needs it, because it may have to measure."""
 
     def copy(self) -> tuple[CopyDrafter, Choice]:
         s = self.settings
-        kappa = s.kappa or (self.probe.config.kappa if self.probe is not None else KAPPA)
+        source = self.lengths if self._by_length else self.probe
+        kappa = s.kappa or (source.config.kappa if source is not None else KAPPA)
         drafter = CopyDrafter(MatchConfig(kappa=kappa, candidates=s.candidates, depth=s.depth))
         return drafter, Choice(COPY, FixedBudget(s.copy_nodes, s.depth))
+
+    @property
+    def _by_length(self) -> bool:
+        s = self.settings  # a threshold that was asked for is one of the probe gate
+        return self.lengths is not None and (s.gate == "cost" or (s.gate == "auto" and s.tau is None))
+
+    def length_gate(self, copy: Choice, neural: Choice | None) -> LengthGate | None:
+        """The cost gate on a length head, which sizes the drafts; None where it is not asked for or there is none."""
+        if not self._by_length or self.lengths is None:
+            return None
+        costs = self.cost_table("gate 'cost'", "gate=probe")
+        copy = Choice(copy.name, FixedBudget(WIDEST_COPY, self.settings.depth))
+        if neural is not None:
+            neural = Choice(neural.name, PricedBudget.of(costs, neural.name, *WIDEST_TREE))
+        return LengthGate(costs, self.lengths, copy, neural)
 
     def neural_choice(self) -> Choice | None:
         """The neural side that the settings ask for; None where they ask for none or there is none."""
@@ -125,7 +152,7 @@ class Parts:
                 f"the neural side {s.neural!r} was asked for and {self.neural.name!r} is loaded: "
                 f"use neural={self.neural.name} or none"
             )
-        if s.neural_tree == "fixed":
+        if s.neural_tree == "fixed" or self.costs is None:
             return Choice(self.neural.name, FixedBudget(s.neural_nodes, s.neural_depth))
         costs = self.cost_table("neural_tree 'priced'", "neural_tree=fixed")
         return Choice(self.neural.name, PricedBudget.of(costs, self.neural.name, s.neural_nodes, s.neural_depth))
@@ -143,6 +170,8 @@ class Plan:
     gate: Gate
     drafters: tuple[Drafter, ...] = ()
     probe: SiteProbe | None = None
+    lengths: LengthHead | None = None
+    """Says how far drafts will be followed, where the gate asks."""
     verifier: Verifier = field(default_factory=Verifier)
 
 
@@ -181,16 +210,27 @@ def _switchsd(parts: Parts) -> Plan:
     drafter, copy = parts.copy()
     neural = parts.neural_choice()
     drafters: tuple[Drafter, ...] = (drafter,) if neural is None or parts.neural is None else (drafter, parts.neural)
+    if s.gate == "never":
+        return Plan(Never())
+    if s.gate == "always":
+        return _eagle(parts)
     if s.gate == "match":
         return Plan(MatchLengthGate(copy, neural), drafters)
+    if s.gate == "bandit":
+        return Plan(BanditGate(copy, neural), drafters)
+    gate = parts.length_gate(copy, neural)
+    if gate is not None:
+        return Plan(gate, drafters, lengths=parts.lengths)
+    if s.gate == "cost":
+        raise DecodingError(
+            f"gate 'cost' needs a length head for {parts.target.name}, and none is loaded: "
+            "train one (switchsd train lengths), or use gate=probe or gate=match"
+        )
     if parts.probe is None:
         raise DecodingError(
             f"mode 'switchsd' needs a probe for {parts.target.name}, and none is loaded: "
             "train one (switchsd train), or use gate=match or mode copy"
         )
-    if s.gate == "cost":
-        costs = parts.cost_table("gate 'cost'", "gate=probe")
-        return Plan(CostGate(costs, copy, neural), drafters, parts.probe)
     tau = s.tau if s.tau is not None else parts.probe.config.threshold
     return Plan(ProbeGate(copy, neural, tau), drafters, parts.probe)
 

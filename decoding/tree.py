@@ -122,7 +122,10 @@ class DraftTree:
         depths = self.depths
         if (nodes is None or len(self) <= nodes) and (not depths or max(depths) <= depth):
             return self
-        keep = [i for i, d in enumerate(depths) if 0 < d <= depth][:nodes]
+        return self.part([i for i, d in enumerate(depths) if 0 < d <= depth][:nodes])
+
+    def part(self, keep: Sequence[int]) -> DraftTree:
+        """The nodes of these indices, in rising order; with a node its parent must be kept."""
         place = {old: new for new, old in enumerate(keep)}
         return DraftTree(
             [self.tokens[i] for i in keep],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,8 @@ from decoding.request import Request
 from decoding.tree import DraftTree
 
 Intent = Callable[[torch.Tensor], torch.Tensor]
-"""Copy intents [B] of the anchors at the given slots [B] (0 = pending token, i + 1 = node i) of the last forward."""
+"""Copy intents [B] of the anchors at the given slots [B] (0 = pending token, i + 1 = node i) of the last forward, or
+[B, 1 + n] with n more numbers that a gate asks for."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class Verdict:
     """The target's own next token after them."""
     intent: float | None = None
     """Copy intent at the new anchor, where a probe reads it."""
+    readings: tuple[float, ...] = ()
+    """What else was read there."""
 
 
 class Verifier:
@@ -71,10 +75,10 @@ class Verifier:
                     further.append(row)
             walking = further
         found = list(zip(paths, pending, strict=True))
-        scores: list[float | None] = [None] * len(found)
+        scores: list[list[float]] = [[] for _ in found]
         if intent is not None:
-            scores = intent(torch.tensor([path[-1] + 1 if path else 0 for path, _ in found])).tolist()
-        return [Verdict(path, chosen, score) for (path, chosen), score in zip(found, scores, strict=True)]
+            scores = _columns(intent(torch.tensor([path[-1] + 1 if path else 0 for path, _ in found]))).tolist()
+        return [Verdict(path, chosen, *_split(score)) for (path, chosen), score in zip(found, scores, strict=True)]
 
     def _accept_at_once(
         self, trees: Sequence[DraftTree], logits: torch.Tensor, requests: Sequence[Request], intent: Intent | None
@@ -104,14 +108,25 @@ class Verifier:
         followed |= torch.arange(q, device=device) == 0
         accepted = (followed[:, None, :] | off_path).all(-1) & (depths > 0)
         best = (accepted * depths).argmax(-1)  # 0, the pending token itself, where nothing is accepted
-        outcome = [best.double(), chosen.gather(1, best[:, None])[:, 0].double()]
+        outcome = [best[:, None].double(), chosen.gather(1, best[:, None]).double()]
         if intent is not None:
-            outcome.append(intent(best).double())
+            outcome.append(_columns(intent(best)).double())
         verdicts = []
-        for tree, (slot, pending, *score) in zip(trees, torch.stack(outcome, 1).tolist(), strict=True):
+        for tree, (slot, pending, *score) in zip(trees, torch.cat(outcome, 1).tolist(), strict=True):
             path = list(tree.ancestors[int(slot) - 1]) if slot else []
-            verdicts.append(Verdict(path, int(pending), score[0] if score else None))
+            verdicts.append(Verdict(path, int(pending), *_split(score)))
         return verdicts
+
+
+def _columns(read: torch.Tensor) -> torch.Tensor:
+    return read[:, None] if read.dim() == 1 else read
+
+
+def _split(score: Sequence[float]) -> tuple[float | None, tuple[float, ...]]:
+    """Copy intent and the other readings; no intent is nan among other readings."""
+    if not score:
+        return None, ()
+    return None if math.isnan(score[0]) else score[0], tuple(score[1:])
 
 
 def _choose(logits: torch.Tensor, requests: Sequence[Request], positions: Sequence[int] | torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,10 @@ from typing import Literal
 
 from activations.packaged import cache_dir
 
-Kind = Literal["probe", "eagle"]
-PACKAGE = {"probe": "probes", "eagle": "decoding"}
+Kind = Literal["probe", "eagle", "lengths"]
+PACKAGE = {"probe": "probes", "eagle": "decoding", "lengths": "probes"}
+CONFIGS = {"probe": "config.json", "eagle": "config.json", "lengths": "lengths.json"}
+FOLDERS = {"eagle": "eagle3", "lengths": "lengths"}
 
 
 def slug(target: str) -> str:
@@ -27,20 +29,20 @@ def slug(target: str) -> str:
 def cached(kind: Kind, target: str, name: str = "") -> Path:
     """Where an artifact made on this machine belongs."""
     folder = cache_dir() / "artifacts" / slug(target)
-    return folder / "probes" / name if kind == "probe" else folder / "eagle3"
+    return folder / "probes" / name if kind == "probe" else folder / FOLDERS[kind]
 
 
 def shipped(kind: Kind, target: str) -> Path:
     """Where the packages keep what they ship for a target."""
     folder = Path(str(resources.files(PACKAGE[kind]))) / "weights" / slug(target)
-    return folder if kind == "probe" else folder / "eagle3"
+    return folder if kind == "probe" else folder / FOLDERS[kind]
 
 
 def candidates(kind: Kind, target: str) -> Iterator[Path]:
     """Artifact folders for a target: the user's own first; of several probes `best` before the others."""
     for root in (cached(kind, target), shipped(kind, target)):
-        if kind == "eagle":
+        if kind != "probe":
             found = [root]
         else:
             found = sorted(root.iterdir(), key=lambda p: (p.name != "best", p.name)) if root.is_dir() else []
-        yield from (folder for folder in found if (folder / "config.json").is_file())
+        yield from (folder for folder in found if (folder / CONFIGS[kind]).is_file())

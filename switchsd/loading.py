@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from activations.target import Target
     from decoding.decoder import Decoder
     from decoding.eagle.drafter import EagleDrafter
-    from decoding.modes import ModeSettings
     from probes.artifact import Probe
+    from probes.length_head import LengthHead
     from switchsd.artifacts import Kind
 
 AUTO = "auto"
@@ -73,7 +73,18 @@ def load(
         probe=_probe(loaded, probe),
         neural=_eagle(loaded, drafter) if neural == "eagle" else None,
         settings=chosen,
+        lengths=_lengths(loaded)
+        if probe == AUTO or chosen.gate == "cost"
+        else None,  # who names a probe means its gate
     )
+
+
+def _lengths(target: Target) -> LengthHead | None:
+    """The length head that fits; it is small, and only the cost gate reads it."""
+    from probes.length_head import LengthHead
+
+    folder = first_fitting("lengths", target)
+    return None if folder is None else LengthHead.from_pretrained(folder, target)
 
 
 def _probe(target: Target, probe: str | os.PathLike[str] | Probe | None) -> Probe | None:
@@ -112,30 +123,31 @@ def _eagle(target: Target, drafter: str | os.PathLike[str] | None) -> EagleDraft
 
 def first_fitting(kind: Kind, target: Target) -> Path | None:
     """The first artifact under the target's name that was made for exactly this target."""
-    from switchsd.artifacts import candidates
+    from switchsd.artifacts import CONFIGS, candidates
 
     mine = target.fingerprint.to_dict()
-    return next((folder for folder in candidates(kind, target.name) if made_for(folder) == mine), None)
+    config = CONFIGS[kind]
+    return next((folder for folder in candidates(kind, target.name) if made_for(folder, config) == mine), None)
 
 
-def made_for(folder: Path) -> Any:
+def made_for(folder: Path, config_file: str = "config.json") -> Any:
     """The fingerprint of the target that an artifact says it was made for; None if it does not say."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / config_file).read_text(encoding="utf-8"))
         return config.get("switchsd", config).get("target")
     except (OSError, ValueError, AttributeError):
         return None
 
 
-def measure_costs(decoder: Decoder, settings: ModeSettings, columns: Iterable[str] = ()) -> None:
-    """Have the cost table ready, and say what takes so long the first time, where settings or columns of a benchmark
-    read it."""
+def measure_costs(decoder: Decoder, modes: Iterable[str]) -> None:
+    """Have the cost table ready, and say what takes so long the first time, where a mode (settings may follow after a
+    slash, as in a benchmark's columns) reads it."""
     from switchsd.show import bar
 
-    wanted = [f"gate={settings.gate}", f"neural_tree={settings.neural_tree}", *columns]
-    if any("gate=cost" in text or "neural_tree=priced" in text for text in wanted):
-        with bar("measuring what a step costs (once, about 20 s)"):
-            decoder.costs()
+    if decoder.costs_known or all(mode.split("/")[0] in ("ar", "copy") for mode in modes):
+        return
+    with bar("measuring what a step costs (once, about 12 s)"):
+        decoder.costs()
 
 
 def chosen_prompts(source: str | os.PathLike[str] | None, split: str | None, **how: Any) -> list[Prompt]:

@@ -64,7 +64,7 @@ def bench(
         for line in missing:
             notes.print(f"left out: {line}")
         config = replace(config, baselines=(*named, *found))
-    measure_costs(decoder, settings, config.modes)
+    measure_costs(decoder, config.modes)
     run = Bench(decoder, prompts, config, folder, peers)
     if run.done:
         notes.print(f"{run.done} of {run.total} rows are there already: going on")

@@ -45,7 +45,7 @@ def chat(
         check_output(trace)
     with bar(f"loading {target}"):
         decoder = load(target, probe, drafter, **asdict(loading), **asdict(settings))
-    measure_costs(decoder, settings)
+    measure_costs(decoder, (mode,))
     options: dict[str, Any] = {
         "mode": mode, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k,
         "seed": seed,

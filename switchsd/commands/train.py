@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from decoding.eagle.training import EagleTrainConfig
+from decoding.lengths import LengthTrainConfig
 from probes.study import StudyConfig
 from probes.train import TrainConfig
 from switchsd.loading import LoadConfig
@@ -116,4 +117,49 @@ def probe(
         notes.print(f"`generate` and `bench` take {where / 'best'} from now on{more}")
 
 
-SUBCOMMANDS = (probe, eagle)
+def lengths(
+    store: Annotated[Path, typer.Argument(help="A capture store of all anchors, as `switchsd capture` makes it.")],
+    config: LengthTrainConfig,
+    log: Annotated[
+        Path | None, typer.Option(help="Replay log of a drafter; without one the head knows copies alone.")
+    ] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="Prompts that the store was captured from; default: the embedded ones.")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="Where the head goes; by default where `generate` finds it.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Fit a length head: how far the target will follow each drafter, for the cost gate."""
+    from activations.corpus import load_corpus, read_prompts
+    from activations.target import load_target
+    from decoding.lengths import stored_texts, train_lengths
+    from decoding.replay_log import read_log
+    from switchsd.artifacts import cached
+    from switchsd.commands.evaluate import open_store
+
+    if folder is not None:
+        check_folder(folder)
+    opened = open_store(store)
+    logged = read_log(log) if log is not None else []
+    name = opened.manifest["target_name"]
+    with bar(f"loading {name}"):
+        target = load_target(name)
+    asked = read_prompts(prompts) if prompts is not None else load_corpus()
+    with bar("fitting"):
+        texts = list(stored_texts(opened, asked, target.encode_messages))
+        head = train_lengths(opened, texts, logged, config)
+    head.check_target(target.fingerprint, target.name)
+    where = folder or cached("lengths", name)
+    head.save_pretrained(where)
+    if json:
+        as_json({"folder": str(where), "split": head.config.split, "metrics": head.config.metrics})
+        return
+    told = ", ".join(f"{k} {v}" for k, v in head.config.split.items())
+    out.print(f"{where}: {told}", markup=False, soft_wrap=True)
+    for drafter, found in head.config.metrics.items():
+        out.print(f"{drafter}: " + ", ".join(f"{k} {v}" for k, v in found.items()), markup=False, soft_wrap=True)
+
+
+SUBCOMMANDS = (probe, eagle, lengths)

@@ -145,7 +145,7 @@ def test_every_mode_writes_what_transformers_writes(family, small_target, refere
         assert not decoder.neural.seen, "a drafter still holds a request"  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("gate", ["probe", "match", "cost"])
+@pytest.mark.parametrize("gate", ["probe", "match", "bandit"])
 def test_drafts_are_accepted_and_recorded(gate, small_target, reference_model) -> None:  # type: ignore[no-untyped-def]
     """What makes the tests of exactness worth anything: all drafters take part, and are followed."""
     from decoding.costs import CostTable
