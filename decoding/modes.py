@@ -83,9 +83,9 @@ class ModeSettings:
     tau: float | None = None
     """Copy intent from which the switch copies; by default the probe's own threshold."""
     gate: str = "auto"
-    """Gate of `switchsd`: auto (cost where there is a length head and tau is not given, else probe), probe (SwitchSD's rule), cost (expected
-    tokens per millisecond, from a length head; it sizes all drafts itself), match (any suffix match of kappa tokens),
-    bandit (whichever has paid), always (the neural side), never (the target alone)."""
+    """Gate of `switchsd`: auto (cost where there is a length head and no tau was given, else probe), probe (SwitchSD's
+    rule), cost (expected tokens per millisecond, from a length head; it sizes all drafts itself), match (any suffix
+    match of kappa tokens), bandit (whichever has paid), always (the neural side), never (the target alone)."""
     neural: str = "eagle"
     """Neural side: eagle or none (draft, a small draft model, is not yet available)."""
 
