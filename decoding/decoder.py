@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from time import perf_counter
 from typing import Any, overload
 
+from activations.matching.shared import SharedConfig, SharedStore
 from activations.sampling import Sampling
 from activations.target import Target
 from decoding.costs import CostTable, costs_file, get_costs
@@ -126,6 +127,8 @@ class Decoder:
         self.probe = probe
         self.neural = neural
         self.lengths = lengths
+        self.shared: SharedStore | None = None
+        """What finished texts leave to copy from, where `shared_tokens` asks for it; `reset()` empties it."""
         self.settings = settings or ModeSettings()
         self.trace = Trace()
         self._costs = costs
@@ -227,7 +230,9 @@ class Decoder:
 
     def plan(self, mode: str, settings: ModeSettings | None = None) -> Plan:
         """A mode, built from this decoder's parts."""
-        parts = Parts(self.target, settings or self.settings, self.probe, self.neural, self.lengths, self.costs)
+        parts = Parts(
+            self.target, settings or self.settings, self.probe, self.neural, self.lengths, self.costs, self._store
+        )
         built = get_mode(mode).build(parts)
         if built.drafters:
             ensure_tree_forward(self.target)
@@ -245,6 +250,12 @@ class Decoder:
             "probe": None if plan.probe is None else plan.probe.config.to_dict(),
             "lengths": None if plan.lengths is None else plan.lengths.digest,
         }
+
+    def _store(self, config: SharedConfig) -> SharedStore:
+        """The store of finished texts; other settings begin another one."""
+        if self.shared is None or self.shared.config != config:
+            self.shared = SharedStore(config)
+        return self.shared
 
     @property
     def costs_known(self) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from activations.matching.match import MatchConfig
+from activations.matching.shared import SharedConfig, SharedStore
 from activations.target import Target
 from decoding.budgets import FixedBudget, PricedBudget
 from decoding.drafters import CopyDrafter, Drafter
@@ -74,6 +75,8 @@ class ModeSettings:
     """Most tokens of a copy candidate."""
     copy_nodes: int = 12
     """Most nodes of a copy trie."""
+    shared_tokens: int = 0
+    """Tokens of finished answers kept to copy from, across requests; 0 = none. For texts that may see each other."""
     neural_nodes: int = 12
     """Most nodes of the neural drafter's tree."""
     neural_depth: int = 4
@@ -96,6 +99,8 @@ class ModeSettings:
                 continue
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")
+        if not isinstance(self.shared_tokens, int) or self.shared_tokens < 0:
+            raise ValueError(f"shared_tokens is {self.shared_tokens!r}; it must be a whole number, 0 (none) or more")
         if self.gate not in GATES:
             raise ValueError(f"unknown gate {self.gate!r}: use {', '.join(GATES[:-1])} or {GATES[-1]}")
         if self.neural_tree not in ("fixed", "priced"):
@@ -117,12 +122,18 @@ class Parts:
     lengths: LengthHead | None = None
     costs: Callable[[], CostTable] | None = None
     """Gives the cost table; called only by what needs it, because it may have to measure."""
+    shared: Callable[[SharedConfig], SharedStore] | None = None
+    """Gives the store of finished texts for its settings; called only where there is to be one."""
 
     def copy(self) -> tuple[CopyDrafter, Choice]:
         s = self.settings
         source = self.lengths if self._by_length else self.probe
         kappa = s.kappa or (source.config.kappa if source is not None else KAPPA)
-        drafter = CopyDrafter(MatchConfig(kappa=kappa, candidates=s.candidates, depth=s.depth))
+        config, shared = MatchConfig(kappa=kappa, candidates=s.candidates, depth=s.depth), None
+        if s.shared_tokens and self.shared is not None:
+            longest = config.max_length
+            shared = self.shared(SharedConfig(s.shared_tokens, kappa=kappa, max_length=longest, depth=s.depth))
+        drafter = CopyDrafter(config, shared)
         return drafter, Choice(COPY, FixedBudget(s.copy_nodes, s.depth))
 
     @property

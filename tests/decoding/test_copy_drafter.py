@@ -90,3 +90,21 @@ def test_output_is_the_targets_own(small_target, shared, monkeypatch) -> None:  
         assert found.tokens == expected.tokens
     assert "copy" in found.sources
     assert store is None or len(store) == 3 * 60
+
+
+def test_a_decoder_keeps_its_finished_texts_only_if_asked(small_target) -> None:  # type: ignore[no-untyped-def]
+    from decoding.decoder import Decoder
+
+    decoder = Decoder(small_target("llama"))
+    options = {"mode": "copy", "kappa": 2, "max_new_tokens": 24}
+    first = decoder.generate([1, 2, 3], **options)
+    assert decoder.shared is None
+    assert decoder.generate([1, 2, 3], shared_tokens=1000, **options).tokens == first.tokens
+    again = decoder.generate([1, 2, 3], shared_tokens=1000, **options)
+    assert again.tokens == first.tokens and again.steps < first.steps  # the same text again is copied
+    assert decoder.shared is not None
+    decoder.shared.reset()
+    assert decoder.generate([1, 2, 3], shared_tokens=1000, **options).steps == first.steps
+    store = decoder.shared
+    decoder.generate([1, 2, 3], shared_tokens=500, **options)  # other settings, another store
+    assert decoder.shared is not store

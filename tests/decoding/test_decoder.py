@@ -116,7 +116,17 @@ def prompts_of(data: st.DataObject, count: int) -> list[list[int]]:
 
 
 def decoder_for(target: Target, truth: dict[tuple[int, ...], list[int]], seed: int = 0, **options: Any) -> Decoder:
-    settings = ModeSettings(**{"kappa": 2, "candidates": 3, "depth": 6, "copy_nodes": 8, "neural_nodes": 7, **options})
+    settings = ModeSettings(
+        **{
+            "kappa": 2,
+            "candidates": 3,
+            "depth": 6,
+            "copy_nodes": 8,
+            "neural_nodes": 7,
+            "neural_tree": "fixed",
+            **options,
+        }
+    )
     return Decoder(target, probe=Coin(), neural=HalfRight(truth, target.width, seed), settings=settings)
 
 
