@@ -274,7 +274,9 @@ def random_target(device: Any, shape: dict[str, int]) -> Target:
         torch.set_default_dtype(before)
     model.set_attn_implementation(attention.NAME)
     tokenizer: Any = NoTokenizer()
-    return Target(model, tokenizer, f"random-llama-{shape['hidden_size']}", None)
+    target = Target(model, tokenizer, f"random-llama-{shape['hidden_size']}", None)
+    target.speed_up()
+    return target
 
 
 def random_eagle(target: Target) -> Any:
@@ -374,7 +376,7 @@ def replayed_plan(head: Any, probe: Any, recorded: list[list[Any]]) -> Plan:
 
     names = {name for request in recorded for step in request for name, *_ in step[:-1]}
     drafters = (*([Copy()] if "copy" in names else []), *([head] if "eagle" in names else []))
-    return Plan(Gate(), drafters, probe if len(names) > 1 else None, Accept())
+    return Plan(Gate(), drafters, probe if len(names) > 1 else None, verifier=Accept())
 
 
 # -- recording -----------------------------------------------------------------------------------------

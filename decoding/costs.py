@@ -173,7 +173,7 @@ def _best(times: list[float]) -> float:
 
 def _verify_ms(target: Target, cache: KVCache, context: int, width: int) -> float:
     cache.lengths[0] = context
-    tree = DraftTree.chain(list(range(width - 1)), "costs")
+    tree = DraftTree.chain([i % target.vocab_size for i in range(width - 1)], "costs")
     began = perf_counter()
     logits = tree_forward(target, cache, [0], [tree])
     int(logits[0, 0].argmax())  # waits for the device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from activations.target import Target
 from decoding.budgets import FixedBudget, PricedBudget
 from decoding.costs import CostTable
 from decoding.eagle.drafter import EagleDrafter
-from decoding.modes import DecodingError, ModeSettings, Parts
+from decoding.modes import ModeSettings, Parts
 from decoding.request import Request
 
 TABLE = CostTable(
@@ -65,15 +66,17 @@ def test_a_priced_tree_holds_the_best_nodes_of_the_full_one(
     assert min(total[path] for path in found) >= sorted(total.values(), reverse=True)[len(found) - 1] - 2e-3
 
 
-def test_priced_trees_need_a_cost_table(small_target: Callable[..., Target]) -> None:
+def test_trees_are_priced_where_there_is_a_cost_table(small_target: Callable[..., Target]) -> None:
     target = small_target()
     drafter = EagleDrafter(target, random_head(), sites=("resid_pre.1", "resid_pre.2", "resid_pre.3"))
     chosen = ModeSettings(neural_tree="priced", neural_nodes=8, neural_depth=3)
     choice = Parts(target, chosen, neural=drafter, costs=lambda: TABLE).neural_choice()
     assert choice is not None and choice.budget == PricedBudget.of(TABLE, "eagle", 8, 3)
-    fixed = Parts(target, ModeSettings(neural_nodes=8), neural=drafter).neural_choice()
-    assert fixed is not None and fixed.budget == FixedBudget(8, 3)
-    with pytest.raises(DecodingError, match="neural_tree 'priced' needs a cost table: run `switchsd profile`"):
-        Parts(target, chosen, neural=drafter).neural_choice()
+    for parts in (
+        Parts(target, replace(chosen, neural_tree="fixed"), neural=drafter, costs=lambda: TABLE),
+        Parts(target, chosen, neural=drafter),
+    ):
+        fixed = parts.neural_choice()
+        assert fixed is not None and fixed.budget == FixedBudget(8, 3)
     with pytest.raises(ValueError, match="unknown neural_tree 'big'"):
         ModeSettings(neural_tree="big")

@@ -17,7 +17,7 @@ ACCEPTANCE = ROOT / "benchmarks" / "acceptance.json"
 pytestmark = pytest.mark.skipif(not (ROOT / "benchmarks").is_dir(), reason="benchmarks lie in a checkout only")
 HEAVY = {
     "datasets", "pyarrow", "sklearn", "matplotlib", "pandas", "rich", "typer", "gguf", "xxhash", "transformer_lens",
-    "ray", "probes", "switchsd",
+    "ray", "switchsd",
 }  # fmt: skip
 
 
