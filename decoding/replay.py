@@ -24,6 +24,7 @@ from decoding.budgets import Budget, FixedBudget
 from decoding.costs import CostTable
 from decoding.drafters import CopyDrafter
 from decoding.gates import COPY, Decision, Gate, Situation
+from decoding.loops import in_loops
 from decoding.modes import SiteProbe
 from decoding.readings import Summary
 from decoding.replay_log import LoggedText
@@ -35,7 +36,6 @@ from probes.length_head import LengthHead
 EAGLE = "eagle"
 NO_ROOM = Decision((), "no room")
 EMPTY = DraftTree((), (), (), ())
-LOOP_PERIOD, LOOP_REPEATS = 40, 3
 
 
 @dataclass
@@ -112,20 +112,6 @@ def follow(tree: DraftTree, ahead: Sequence[int]) -> list[int]:
     return path
 
 
-def loops(ids: Sequence[int], period: int = LOOP_PERIOD, repeats: int = LOOP_REPEATS) -> NDArray[np.bool_]:
-    """Tokens [len(ids)] inside a stretch that repeats itself with a period of at most `period` tokens, at least
-    `repeats` times."""
-    x = np.asarray(ids)
-    marked = np.zeros(len(x), bool)
-    for p in range(1, min(period, len(x) - 1) + 1):
-        same = np.concatenate([[False], x[p:] == x[:-p], [False]])
-        edges = np.flatnonzero(np.diff(same.astype(np.int8)))
-        for start, end in zip(edges[::2], edges[1::2], strict=True):
-            if end - start >= (repeats - 1) * p:
-                marked[start : end + p] = True
-    return marked
-
-
 @dataclass
 class Walk:
     """What a gate did over texts, by text."""
@@ -186,7 +172,7 @@ def walk(
     copy.start(request, None)
     readings = _readings(text, head)
     intents = _intents(text, probe)
-    inside = loops(ids)
+    inside = in_loops(ids)
     tokens: list[int] = []
     spent: list[float] = []
     begun: list[bool] = []
@@ -331,7 +317,7 @@ def oracle(texts: Sequence[LoggedText], found: Sequence[Options], costs: CostTab
                 total = time[i] + left[i + gained[i]]
                 chosen[i] = total.argmin()
                 left[i] = total[chosen[i]]
-        inside = loops(text.ids[: text.prompt + steps + 1])
+        inside = in_loops(text.ids[: text.prompt + steps + 1])
         tokens, spent, begun = [], [], []
         at = 0
         while at < steps:

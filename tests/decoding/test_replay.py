@@ -30,7 +30,7 @@ from decoding.joint import AGREE, ALONE, BESIDE, PASSED_OVER, odds
 from decoding.lengths import DraftRows, copy_rows, fit_draft
 from decoding.modes import ModeSettings
 from decoding.readings import summary
-from decoding.replay import LoggedDrafter, follow, loops, options, oracle, replay, walk
+from decoding.replay import LoggedDrafter, follow, options, oracle, replay, walk
 from decoding.replay_log import LogError, LoggedText, log_text, read_log
 from decoding.trace import Trace
 from decoding.tree import DraftTree
@@ -202,16 +202,6 @@ def test_follow() -> None:
     tree = DraftTree([1, 2, 3, 4], [-1, 0, 0, 2], ["a"] * 4, [0.0] * 4)
     assert follow(tree, [1, 3, 4, 9]) == [0, 2, 3] and follow(tree, [2]) == [] and follow(tree, []) == []
     assert follow(DraftTree((), (), (), ()), [1]) == []
-
-
-@given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 6), st.integers(2, 4))
-def test_loops_are_stretches_that_repeat(ids: list[int], period: int, repeats: int) -> None:
-    expected = np.zeros(len(ids), bool)
-    for p in range(1, period + 1):
-        for start in range(len(ids) - repeats * p + 1):
-            if all(ids[i] == ids[i + p] for i in range(start, start + (repeats - 1) * p)):
-                expected[start : start + repeats * p] = True
-    assert loops(ids, period, repeats).tolist() == expected.tolist()
 
 
 # -- fitting ------------------------------------------------------------------------------------------
