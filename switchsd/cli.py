@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"switchsd {__version__}")
         return OK
-    warnings.showwarning = _tell
+    warnings.formatwarning = _format
     try:
         application(asked)(arguments, prog_name="switchsd")
     except SystemExit as done:
@@ -91,15 +91,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return OK
 
 
-_show = warnings.showwarning
+_usual = warnings.formatwarning
 
 
-def _tell(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+def _format(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> str:
     """Our own warnings in one line for people; others as Python shows them."""
     if category.__name__ == "HeadWarning":
-        print(f"warning: {message}", file=sys.stderr)
-    else:
-        _show(message, category, *where, **more)
+        return f"warning: {message}\n"
+    return _usual(message, category, *where, **more)
 
 
 USAGE_ERRORS = ("UsageError", "TargetError", "PromptError", "DecodingError", "ChoiceError")

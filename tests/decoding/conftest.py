@@ -8,11 +8,15 @@ import pytest
 
 from decoding import costs, decoder
 
+MEASURED = costs.costs_file
 
-@pytest.fixture(autouse=True, scope="session")
+
+@pytest.fixture(scope="session")
 def cost_tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, file = tmp_path_factory.mktemp("costs"), costs.costs_file
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (costs, decoder):
-            patch.setattr(module, "costs_file", lambda *parts: folder / file(*parts).name)
-        yield folder
+    return tmp_path_factory.mktemp("costs")
+
+
+@pytest.fixture(autouse=True)
+def own_cost_tables(cost_tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (costs, decoder):
+        monkeypatch.setattr(module, "costs_file", lambda *parts: cost_tables / MEASURED(*parts).name)

