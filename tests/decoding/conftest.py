@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from decoding import costs, decoder
+from decoding import costs
 
 MEASURED = costs.costs_file
 
@@ -18,5 +18,4 @@ def cost_tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def own_cost_tables(cost_tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (costs, decoder):
-        monkeypatch.setattr(module, "costs_file", lambda *parts: cost_tables / MEASURED(*parts).name)
+    monkeypatch.setattr(costs, "costs_file", lambda target: cost_tables / MEASURED(target).name)
