@@ -96,11 +96,12 @@ def keep(
     optimizer: torch.optim.Optimizer,
     **more: torch.Tensor,
 ) -> None:
-    """Replace the state in `run`; `weights` are the optimizer's parameters in its order, by name."""
+    """Replace the state in `run`; `weights` are the optimizer's parameters in its order, by names
+    under which they are found again."""
     tensors = dict(more)
     moments = optimizer.state_dict()["state"]
     for index, (name, parameter) in enumerate(weights.items()):
-        tensors[f"weight.{name}"] = parameter.detach()
+        tensors[name] = parameter.detach()
         tensors.update({f"optimizer.{index}.{k}": v for k, v in moments.get(index, {}).items()})
     save_file(tensors, run / "state.safetensors.tmp")
     (run / "state.safetensors.tmp").replace(run / "state.safetensors")
@@ -114,7 +115,7 @@ def restore(
     moments: dict[int, dict[str, torch.Tensor]] = {}
     with torch.no_grad():
         for name, parameter in weights.items():
-            parameter.copy_(tensors[f"weight.{name}"])
+            parameter.copy_(tensors[name])
     for name, value in tensors.items():
         if name.startswith("optimizer."):
             _, index, key = name.split(".")

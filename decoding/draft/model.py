@@ -203,7 +203,8 @@ def independent(name: str | os.PathLike[str], target: Target) -> Target:
         first = min(differing, key=lambda t: (mine.get(t, theirs.get(t, 0)), t))
         raise DraftError(
             f"{name} cannot draft for {target.name}: {len(differing)} tokens have other ids, {first!r} for one "
-            f"({theirs.get(first, 'none')} there, {mine.get(first, 'none')} here); choose a model with the same tokenizer"
+            f"({theirs.get(first, 'none')} there, {mine.get(first, 'none')} here); choose a model with "
+            "the same tokenizer"
         )
     rows = int(draft.head.weight.shape[0])
     if min(rows, draft.vocab_size) < target.vocab_size:
