@@ -272,13 +272,12 @@ def cached_costs(target: Target, drafters: Sequence[Drafter] = ()) -> CostTable 
 def get_costs(target: Target, drafters: Sequence[Drafter] = (), probe: SiteProbe | None = None) -> CostTable:
     """The cached table, or one measured now (about 12 s) and cached; drafters that it lacks are added (3 s)."""
     table = cached_costs(target)
-    missing = [d for d in drafters if table is None or not table.knows(d)]
-    if table is not None and not missing:
-        return table
     if table is None:
-        table = measure(target, missing, probe)
-    else:
+        table = measure(target, drafters, probe)
+    elif missing := [d for d in drafters if not table.knows(d)]:
         table = with_drafters(table, target, missing, ADDED_SECONDS)
+    else:
+        return table
     with suppress(OSError):  # a full or read-only disk costs the next run the same measurement, nothing else
         table.save(costs_file(target))
     return table

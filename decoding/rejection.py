@@ -66,8 +66,8 @@ def _judge(
     b, q, _ = logits.shape
     device = logits.device
     drafted = torch.full((b, q), -1, dtype=torch.long)  # by the slot that judges it
-    for row, tree in enumerate(trees):
-        drafted[row, : len(tree)] = torch.tensor(tree.tokens, dtype=torch.long)
+    for i, tree in enumerate(trees):
+        drafted[i, : len(tree)] = torch.tensor(tree.tokens, dtype=torch.long)
     drafted = drafted.to(device)
     row = torch.arange(b, device=device)
     if sampling.greedy:

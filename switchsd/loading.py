@@ -105,9 +105,7 @@ def _probe(target: Target, probe: str | os.PathLike[str] | Probe | None) -> Prob
     return loaded
 
 
-def _neural(
-    target: Target, eagle: str | os.PathLike[str] | None, draft: str | os.PathLike[str] | None
-) -> Drafters:
+def _neural(target: Target, eagle: str | os.PathLike[str] | None, draft: str | os.PathLike[str] | None) -> Drafters:
     """The neural drafters. What was named is loaded now, and refused now; what fits by itself when it is used."""
     from decoding.drafters import Drafters
 
@@ -118,8 +116,7 @@ def _neural(
             if folder is not None:
                 makers[name] = partial(load_one, target, folder)
         elif asked is not None:
-            made = load_one(target, Path(asked))
-            makers[name] = partial(_same, made)
+            makers[name] = partial(_same, load_one(target, asked))
     return Drafters(makers)
 
 
@@ -127,10 +124,11 @@ def _same(made: Drafter) -> Drafter:
     return made
 
 
-def _eagle(target: Target, folder: Path) -> EagleDrafter:
+def _eagle(target: Target, source: str | os.PathLike[str]) -> EagleDrafter:
     from decoding.eagle.drafter import EagleDrafter
     from decoding.eagle.formats import load_head
 
+    folder = Path(source)
     theirs = made_for(folder)
     _check_made_for("head", theirs, target, folder, "--neural none")  # a published head does not say
     head = load_head(folder, target.vocab_size)
@@ -141,21 +139,22 @@ def _eagle(target: Target, folder: Path) -> EagleDrafter:
     return EagleDrafter(target, head)
 
 
-def _draft(target: Target, source: Path) -> DraftModelDrafter:
+def _draft(target: Target, source: str | os.PathLike[str]) -> DraftModelDrafter:
     """From a folder that `switchsd train draft` made, or any language model's folder or hub id."""
+    from activations.target import TargetError
     from decoding.draft.drafter import DraftModelDrafter
     from decoding.draft.model import DraftError, independent, load_draft
     from decoding.eagle.head import ChoiceError
     from switchsd.artifacts import CONFIGS
 
-    config = CONFIGS["draft"]
-    if (source / config).is_file():
-        _check_made_for("draft model", made_for(source, config), target, source, "another --draft")
-        return DraftModelDrafter(target, load_draft(source, target))
+    folder, config = Path(source), CONFIGS["draft"]
+    if (folder / config).is_file():
+        _check_made_for("draft model", made_for(folder, config), target, folder, "another --draft")
+        return DraftModelDrafter(target, load_draft(folder, target))
     try:
-        return DraftModelDrafter(target, independent(str(source), target))
-    except DraftError as error:
-        raise ChoiceError(str(error)) from error
+        return DraftModelDrafter(target, independent(source, target))
+    except (DraftError, TargetError) as error:
+        raise ChoiceError(f"{os.fspath(source)!r} cannot draft: {error}") from error
 
 
 def _check_made_for(what: str, theirs: Any, target: Target, folder: Path, instead: str) -> None:
