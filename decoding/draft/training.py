@@ -160,8 +160,8 @@ class Divergence(torch.autograd.Function):
         """states [n, width] of the student and `wanted` [n, width] of the target, both normed; weights [n]."""
         gradient = torch.empty_like(states)
         total = torch.zeros((), device=states.device)
-        for rows in torch.arange(len(states)).split(Divergence.ROWS):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
+        for start in range(0, len(states), Divergence.ROWS):
+            part = slice(start, start + Divergence.ROWS)
             loss, logits_gradient = divergence(outputs, states[part], wanted[part], variation)
             total += (loss * weights[part]).sum()
             logits_gradient.mul_(weights[part, None])
