@@ -318,6 +318,8 @@ def train(
     opened = [CaptureStore.open(s) for s in stores]
     states = {"last": [last_site(target.blocks)]}
     for store in opened:
+        if not store.shards:
+            raise DraftError(f"{store.folder} has no complete shard yet: wait for its writer, or write more")
         if states["last"][0] not in store.sites:
             raise DraftError(f"a draft learns from {states['last'][0]}, and {store.folder} holds no states of it")
     student = Student(target, config.blocks if blocks is None else blocks)

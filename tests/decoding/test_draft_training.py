@@ -324,6 +324,9 @@ def test_texts_that_no_draft_can_learn_from(
     (store / "manifest.json").write_text(json.dumps(manifest | {"sites": ["resid_pre.2"]}))
     with pytest.raises(DraftError, match=r"a draft learns from resid_post.3, and .*text holds no states of it"):
         next(train(target, [store], tmp_path / "draft", SMALL))
+    (store / "manifest.json").write_text(json.dumps(manifest | {"shards": []}))
+    with pytest.raises(DraftError, match="has no complete shard yet"):
+        next(train(target, [store], tmp_path / "draft", SMALL))
     monkeypatch.setattr(target, "quantization", "bnb-4bit")
     with pytest.raises(DraftError, match=r"small-llama is quantized .bnb-4bit.: train a draft of it unquantized"):
         next(train(target, [one], tmp_path / "draft", SMALL))
