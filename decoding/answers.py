@@ -1,9 +1,9 @@
 """Questions whose answers can be checked, for small models: written by code, from seeds.
 
 kind       asks for                                                       right is a text that
-extract    a name, place, year or price that a passage holds              holds it, and no other of its sort
-lookup     the value that stands behind a key                             holds it, and no other value
-copy       a list's items in one line                                     holds that line
+extract    the place or job of one of a passage's people                  holds it, before any other of its sort
+lookup     the value that stands behind a key                             holds it, before any other value
+copy       a list again, with bullets or numbers                          holds its items in order, and nothing between
 sum        the sum of numbers, as a small story or plainly                has it as its last number
 convert    facts as JSON                                                  holds that JSON object
 
@@ -13,6 +13,7 @@ A kind's level, from 1 on, sets how much there is to read, to copy or to add up.
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,7 @@ class Question:
     answer: str
     """As a good answer has it."""
     wrong: tuple[str, ...] = ()
-    """What an answer must not hold."""
+    """What an answer must not say before it."""
 
 
 def questions(
@@ -76,16 +77,18 @@ def right(question: Question, text: str) -> bool:
     if question.kind == "convert":
         wanted = _plain(json.loads(question.answer))
         return any(_plain(found) == wanted for found in _objects(text))
-    return _holds(text, question.answer) and not any(_holds(text, other) for other in question.wrong)
+    return _place(text, question.answer) < min((_place(text, other) for other in question.wrong), default=math.inf)
 
 
 # -- checking ---------------------------------------------------------------------------------------
 
 
-def _holds(text: str, answer: str) -> bool:
-    """Whether the words of an answer stand in a text, one after the other and whole."""
-    words = [re.escape(word) for word in answer.lower().split()]
-    return re.search(r"(?<!\w)" + r"\s+".join(words) + r"(?!\w)", text.lower()) is not None
+def _place(text: str, answer: str) -> float:
+    """Where the words of an answer stand in a text, one after the other and whole, infinity if nowhere; between its
+    lines there may be bullets or numbers."""
+    lines = [r"\s+".join(re.escape(word) for word in line.split()) for line in answer.lower().splitlines()]
+    found = re.search(r"(?<!\w)" + r"[\W\d]+".join(lines) + r"(?!\w)", text.lower())
+    return found.start() if found else math.inf
 
 
 def _objects(text: str) -> list[dict[str, Any]]:
@@ -106,7 +109,7 @@ def _plain(facts: Mapping[str, Any]) -> dict[str, str]:
     return {str(key).lower(): str(value).lower() for key, value in facts.items()}
 
 
-# -- the kinds: (random state, level) -> prompt, answer, what an answer must not hold ----------------
+# -- the kinds: (random state, level) -> prompt, answer, what may not be said before it ----------------
 
 PLACES = ("Oslo", "Lima", "Cairo", "Tokyo", "Dublin", "Athens", "Madrid", "Warsaw", "Quito", "Hanoi", "Accra", "Riga")
 JOBS = ("teacher", "nurse", "pilot", "farmer", "baker", "lawyer", "painter", "doctor", "driver", "judge")
@@ -123,7 +126,9 @@ Made = tuple[str, str, Sequence[str]]
 def _extract(rng: random.Random, level: int) -> Made:
     """One of 2 x level people is asked about."""
     n = min(2 * level, len(NAMES))
-    people = list(zip(rng.sample(NAMES, n), rng.choices(JOBS, k=n), rng.sample(PLACES, min(n, len(PLACES))), strict=False))
+    people = list(
+        zip(rng.sample(NAMES, n), rng.choices(JOBS, k=n), rng.sample(PLACES, min(n, len(PLACES))), strict=False)
+    )
     lines = []
     for name, job, place in people:
         year, pet = rng.randint(1950, 2005), rng.choice(PETS)
@@ -143,14 +148,15 @@ def _lookup(rng: random.Random, level: int) -> Made:
     lines = "\n".join(f"{key}: {value}" for key, value in zip(keys, values, strict=True))
     at = rng.randrange(n)
     others = [str(v) for v in values if v != values[at]]
-    return f"{lines}\n\nWhat number stands behind {keys[at]}?", str(values[at]), others
+    return f"{lines}\n\nWhat is the number of {keys[at]}?", str(values[at]), others
 
 
 def _copy(rng: random.Random, level: int) -> Made:
     """2 + level items."""
     items = rng.sample(WORDS, min(2 + level, len(WORDS)))
-    form = rng.choice(("Write these words in one line, separated by commas:", "Put this list on one line, with commas:"))
-    return f"{form}\n" + "\n".join(f"- {item}" for item in items), ", ".join(items), ()
+    bullet = rng.choice(("- {item}", "* {item}", "{i}. {item}"))
+    lines = [bullet.format(item=item, i=i) for i, item in enumerate(items, start=1)]
+    return "Repeat this list:\n" + "\n".join(lines), "\n".join(items), ()
 
 
 def _sum(rng: random.Random, level: int) -> Made:
@@ -158,10 +164,14 @@ def _sum(rng: random.Random, level: int) -> Made:
     numbers = [rng.randint(2, 9) if level == 1 else rng.randint(11, 99) for _ in range(max(2, level))]
     total = str(sum(numbers))
     if rng.random() < 0.5:
-        return f"What is {' + '.join(map(str, numbers))}?", total, ()
+        return f"What is {' + '.join(map(str, numbers))}? Say only the number.", total, ()
     name, things = rng.choice(NAMES), rng.choice(THINGS)
     more = "".join(f" Then {name} gets {number} more." for number in numbers[1:])
-    return f"{name} has {numbers[0]} {things}.{more} How many {things} does {name} have now?", total, ()
+    return (
+        f"{name} has {numbers[0]} {things}.{more} How many {things} does {name} have now? Say only the number.",
+        total,
+        (),
+    )
 
 
 def _convert(rng: random.Random, level: int) -> Made:

@@ -78,9 +78,7 @@ class LookaheadGate:
 
     def __init__(self, drafter: str, lookahead: Lookahead) -> None:
         self.lookahead = lookahead
-        self._decisions = [
-            Decision(((drafter, FixedBudget(k, k)),), "lookahead") for k in range(1, lookahead.most + 1)
-        ]
+        self._decisions = [Decision(((drafter, FixedBudget(k, k)),), "lookahead") for k in range(1, lookahead.most + 1)]
 
     def choose(self, situation: Situation) -> Decision:
         return self._decisions[self.lookahead.depth(situation.request) - 1]

@@ -29,7 +29,7 @@ from decoding.smc.lookahead import Lookahead
 from decoding.smc.resampling import RESAMPLING, ancestors
 from decoding.smc.weights import Weights, effective_size, log_mean, normalized
 from decoding.tree import DraftTree
-from decoding.verifier import Intent, Verdict
+from decoding.verifier import Intent, Verdict, Verifier
 
 LOWEST_TEMPERATURE = 0.1
 """Below it nearly every weight is 0 or infinite."""
@@ -63,7 +63,7 @@ class _Row(NamedTuple):
     """The last of them is a stop token."""
 
 
-class ParticleVerifier:
+class ParticleVerifier(Verifier):
     """Weighs and resamples particles. Chains of one drafter only, with the law that each token was drawn from."""
 
     lossless = False
@@ -102,7 +102,7 @@ class ParticleVerifier:
         """Raises ValueError where particles cannot follow a sampling."""
         if sampling.temperature < LOWEST_TEMPERATURE:
             raise ValueError(
-                f"particles are weighed by p / q, and at temperature {sampling.temperature} nearly every weight is 0 or "
+                f"particles are weighed by p / q: at temperature {sampling.temperature} nearly every weight is 0 or "
                 f"infinite: use a temperature of {LOWEST_TEMPERATURE} or more (0.7, say), or mode sd"
             )
 
@@ -114,7 +114,7 @@ class ParticleVerifier:
         intent: Intent | None = None,
     ) -> list[Verdict]:
         """Judge `logits` [B, Q, V] of [pending token, drafted tokens, padding] in each row; a group's rows stand side
-        by side. Marks rows that have `ended`. No gate of this mode reads at the anchor: `intent` is left alone."""
+        by side in the order of its particles. Marks rows that have `ended`. No gate of this mode reads at the anchor: `intent` is left alone."""
         rows = [self._row(tree, request) for tree, request in zip(trees, requests, strict=True)]
         moving = [i for i, request in enumerate(requests) if not request.ended]
         drawing = [i for i in moving if not rows[i].stops]
@@ -140,13 +140,12 @@ class ParticleVerifier:
             start = end
         return verdicts
 
-    def pick(self, group: Request) -> Request:
-        """The particle that stands for a group: one that goes on while there is any, then one drawn by its weight."""
-        for particle in group.rows:
-            if not particle.ended:
-                return particle
+    def pick(self, group: Request) -> Request | None:
+        """Once all particles of a group have ended, one of them, drawn by its weight."""
+        if not all(particle.ended for particle in group.rows):
+            return None
         cloud = self._cloud(group)
-        weights = normalized(cloud.log_weights[: len(group.rows)])
+        weights = normalized(cloud.log_weights)
         drawn = _noise(group, cloud.rounds, PICK).random()
         ends = np.cumsum(weights)
         place = int(np.searchsorted(ends / ends[-1], drawn, side="right"))
@@ -166,7 +165,7 @@ class ParticleVerifier:
         return self.clouds[group]
 
     def _row(self, tree: DraftTree, request: Request) -> _Row:
-        if any(parent != i - 1 for i, parent in enumerate(tree.parents)):
+        if list(tree.parents) != list(range(-1, len(tree) - 1)):
             raise ValueError("particles are drafted in chains, and a tree was given: use a drafter that draws one path")
         tokens = tree.tokens[: max(request.room, 0)]
         for i, token in enumerate(tokens):
@@ -185,14 +184,15 @@ class ParticleVerifier:
     ) -> tuple[Weights, list[int], Weights]:
         """Log ratios power * log p - log q of the drafted tokens of the moving rows, one row after the other; the next
         token of each drawing row, and the log weight that it brings. One copy from the device."""
+        device = logits.device
         weighed = [i for i in moving if rows[i].tokens]
-        ratios = torch.zeros(0, dtype=torch.float64, device=logits.device)
+        ratios = torch.zeros(0, dtype=torch.float64, device=device)
         if weighed:
-            ratios = self._ratios(trees, logits, [requests[i].sampling for i in weighed], rows, weighed)
-        here = [requests[i] for i in drawing]
-        last = logits[drawing, [len(rows[i].tokens) for i in drawing]] if drawing else logits[:0, 0]
-        positions = [len(requests[i].tokens) + len(rows[i].tokens) for i in drawing]
-        tokens, factors = self._draw(last, here, positions)
+            ratios = self._ratios(trees, logits, requests, rows, weighed)
+        slots = [len(rows[i].tokens) for i in drawing]
+        last = logits[_index(drawing, device), _index(slots, device)]
+        positions = [len(requests[i].tokens) + slot for i, slot in zip(drawing, slots, strict=True)]
+        tokens, factors = self._draw(last, [requests[i] for i in drawing], positions)
         packed = torch.cat([ratios, tokens.double(), factors]).cpu().numpy()
         m, n = len(ratios), len(drawing)
         logs = [np.where(np.isfinite(x), x, -np.inf) for x in (packed[:m], packed[m + n :])]
@@ -202,24 +202,27 @@ class ParticleVerifier:
         self,
         trees: Sequence[DraftTree],
         logits: torch.Tensor,
-        samplings: Sequence[Sampling],
+        requests: Sequence[Request],
         rows: Sequence[_Row],
         weighed: Sequence[int],
     ) -> torch.Tensor:
         """Float64, on the device: one normalizer a slot and the drafted token's logit, of p and of q."""
         device = logits.device
-        lengths = [len(rows[i].tokens) for i in weighed]
-        tokens = torch.tensor([t for i in weighed for t in rows[i].tokens]).to(device, non_blocking=True)
-        places = [(i, slot) for i, n in zip(weighed, lengths, strict=True) for slot in range(n)]
-        target = torch.empty(len(places), dtype=torch.float64, device=device)
-        for sampling in dict.fromkeys(samplings):
-            own = [s == sampling for s, n in zip(samplings, lengths, strict=True) for _ in range(n)]
-            alike = [j for j, mine in enumerate(own) if mine]
-            at_row, at_slot = zip(*(places[j] for j in alike), strict=True)
-            law = sampling.process(logits[list(at_row), list(at_slot)])
-            target[alike] = _log_probability(law, tokens[alike])
+        counts = [len(rows[i].tokens) for i in weighed]
+        tokens = _index([t for i in weighed for t in rows[i].tokens], device)
+        at_row = _index([i for i, n in zip(weighed, counts, strict=True) for _ in range(n)], device)
+        at_slot = _index([slot for n in counts for slot in range(n)], device)
+        samplings = [requests[i].sampling for i, n in zip(weighed, counts, strict=True) for _ in range(n)]
+        if all(s == samplings[0] for s in samplings):
+            target = _log_probability(samplings[0].process(logits[at_row, at_slot]), tokens)
+        else:
+            target = torch.empty(len(tokens), dtype=torch.float64, device=device)
+            for sampling in dict.fromkeys(samplings):
+                own = _index([j for j, s in enumerate(samplings) if s == sampling], device)
+                law = sampling.process(logits[at_row[own], at_slot[own]])
+                target[own] = _log_probability(law, tokens[own])
         laws = []
-        for i, n in zip(weighed, lengths, strict=True):
+        for i, n in zip(weighed, counts, strict=True):
             law = trees[i].q_logits
             if law is None:
                 raise ValueError("a draft came without the law that it was drawn from: particles cannot be weighed")
@@ -235,12 +238,13 @@ class ParticleVerifier:
         if not requests:
             return torch.zeros(0, dtype=torch.long, device=logits.device), factors
         samplings, keys = [r.sampling for r in requests], [r.key for r in requests]
+        places = _index(positions, logits.device)
         if self.power == 1:
-            return choose(samplings, logits, keys, positions), factors
+            return choose(samplings, logits, keys, places), factors
         laws = torch.stack([s.process(row) for s, row in zip(samplings, logits, strict=True)])
         sharper = [replace(s, temperature=1 / self.power, top_k=0, top_p=1.0) for s in samplings]
         factors += (self.power * laws).logsumexp(-1) - self.power * laws.logsumexp(-1)
-        return choose(sharper, laws, keys, positions), factors
+        return choose(sharper, laws, keys, places), factors
 
     def _round(
         self,
@@ -262,10 +266,10 @@ class ParticleVerifier:
             cloud.log_weights = before
             cloud.underflows += 1
             fallen = [i for i in places if not requests[i].ended]
-            tokens, factors = self._draw(
-                logits[fallen, 0], [requests[i] for i in fallen], [len(requests[i].tokens) for i in fallen]
-            )
-            cloud.log_weights[[requests[i].particle for i in fallen]] += factors.cpu().numpy()
+            here = [requests[i] for i in fallen]
+            last = logits[_index(fallen, logits.device), 0]
+            tokens, factors = self._draw(last, here, [len(r.tokens) for r in here])
+            cloud.log_weights[[r.particle for r in here]] += factors.cpu().numpy()
             verdicts = {i: Verdict([], token) for i, token in zip(fallen, tokens.tolist(), strict=True)}
         for i in places:
             request, row = requests[i], rows[i]
@@ -283,18 +287,23 @@ class ParticleVerifier:
         size = effective_size(cloud.log_weights)
         cloud.rounds += 1
         cloud.log_share += float(np.log(size / self.particles))
-        weights = cloud.log_weights[index].tolist()
-        told = [replace(verdicts[i], log_weight=w, ess=size) for i, w in zip(places, weights, strict=True)]
+        told = cloud.log_weights[index].tolist()
+        origin: list[int | None] = [None] * len(places)
         if size < self.threshold * self.particles:
             counts = self._resample(normalized(cloud.log_weights), _noise(group, cloud.rounds, RESAMPLE))
-            told = [
-                replace(v, ancestor=None if a == i else places[a])
-                for i, (v, a) in enumerate(zip(told, ancestors(counts), strict=True))
-            ]
+            origin = [None if a == i else places[a] for i, a in enumerate(ancestors(counts))]
             cloud.log_evidence += log_mean(cloud.log_weights)
             cloud.log_weights[:] = 0.0
             cloud.resamplings += 1
-        return told
+        return [
+            replace(verdicts[i], log_weight=weight, ess=size, ancestor=ancestor)
+            for i, weight, ancestor in zip(places, told, origin, strict=True)
+        ]
+
+
+def _index(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """On its way to the device, which nobody waits for."""
+    return torch.tensor(values, dtype=torch.long).to(device, non_blocking=True)
 
 
 def _log_probability(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
