@@ -103,7 +103,16 @@ def _format(message: Warning | str, category: type[Warning], *where: Any, **more
 
 USAGE_ERRORS = ("UsageError", "TargetError", "PromptError", "DecodingError", "ChoiceError")
 """What was asked for cannot be done. By name, because their modules load torch."""
-FAILURES = ("StoreError", "EngineError", "ProbeError", "HeadError", "CostError", "MissingModel", "PeerError")
+FAILURES = (
+    "StoreError",
+    "EngineError",
+    "ProbeError",
+    "HeadError",
+    "DraftError",
+    "CostError",
+    "MissingModel",
+    "PeerError",
+)
 """What was asked for is right, and something in the way."""
 
 

@@ -102,3 +102,26 @@ def test_a_kept_row_is_prefilled_behind_what_it_keeps() -> None:
     write(rows.free(2), [[7]])
     rows.hold([second])
     assert held(rows, second) == [1, 2, 7]
+
+
+def test_a_wider_cache_keeps_what_is_held() -> None:
+    rows, first, second = Rows(1), Request(0, []), Request(1, [])
+    rows.widen(1)
+    rows.widen(2)  # nothing was written yet
+    write(rows.free(), [[1, 2, 3]])
+    rows.hold([first])
+    rows.widen(4)
+    assert rows.cache.rows == 4 and rows.cache.lengths == [3, 0, 0, 0]
+    write(rows.free(), [[4, 5]])
+    rows.hold([second])
+    assert held(rows, first) == [1, 2, 3] and held(rows, second) == [4, 5]
+
+
+def test_a_row_is_passed_on() -> None:
+    rows, first, second, third = Rows(2), Request(0, []), Request(1, []), Request(2, [])
+    for request, text in ((first, [1, 2]), (second, [3])):
+        write(rows.free(), [text])
+        rows.hold([request])
+    rows.pass_on(first, third)
+    assert rows.requests == [third, second] and first not in rows
+    assert held(rows, third) == [1, 2]
