@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from activations.sampling import choose
+from activations.sampling import Sampling, choose
 from decoding.request import Request
 from decoding.tree import DraftTree
 
@@ -50,6 +50,9 @@ class Verifier:
     lossless = True
     keyed = True
     """The text is the one that the target writes alone at the same seed, not only one of the same law."""
+
+    def check(self, sampling: Sampling) -> None:
+        """Raises ValueError for a sampling that cannot be followed, and says what can."""
 
     def pick(self, group: Request) -> Request | None:
         """Once all particles of a group have ended, the one whose text is the request's."""

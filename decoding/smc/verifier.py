@@ -67,6 +67,7 @@ class ParticleVerifier(Verifier):
     """Weighs and resamples particles. Chains of one drafter only, with the law that each token was drawn from."""
 
     lossless = False
+    keyed = False
 
     def __init__(
         self,
@@ -97,9 +98,8 @@ class ParticleVerifier(Verifier):
         self.clouds: dict[Request, Cloud] = {}
         """By the request whose particles they are, until `close`."""
 
-    @staticmethod
-    def check(sampling: Sampling) -> None:
-        """Raises ValueError where particles cannot follow a sampling."""
+    def check(self, sampling: Sampling) -> None:
+        """Raises ValueError for a temperature that is too low."""
         if sampling.temperature < LOWEST_TEMPERATURE:
             raise ValueError(
                 f"particles are weighed by p / q: at temperature {sampling.temperature} nearly every weight is 0 or "
@@ -114,7 +114,8 @@ class ParticleVerifier(Verifier):
         intent: Intent | None = None,
     ) -> list[Verdict]:
         """Judge `logits` [B, Q, V] of [pending token, drafted tokens, padding] in each row; a group's rows stand side
-        by side in the order of its particles. Marks rows that have `ended`. No gate of this mode reads at the anchor: `intent` is left alone."""
+        by side in the order of its particles. Marks rows that have `ended`. No gate of this mode reads anything at
+        the anchor: `intent` is left alone."""
         rows = [self._row(tree, request) for tree, request in zip(trees, requests, strict=True)]
         moving = [i for i, request in enumerate(requests) if not request.ended]
         drawing = [i for i in moving if not rows[i].stops]
