@@ -253,6 +253,7 @@ class Decoder:
             "mode": mode,
             "lossless": get_mode(mode).lossless,
             **ruled,
+            **plan.verifier.describe(),
             "settings": asdict(self.settings),
             "gate": type(plan.gate).__name__,
             "drafters": [d.describe() for d in plan.drafters],

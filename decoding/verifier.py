@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -50,6 +51,10 @@ class Verifier:
     lossless = True
     keyed = True
     """The text is the one that the target writes alone at the same seed, not only one of the same law."""
+
+    def describe(self) -> dict[str, Any]:
+        """Settings that the text depends on, for JSON; none where it is the target's own."""
+        return {}
 
     def check(self, sampling: Sampling) -> None:
         """Raises ValueError for a sampling that cannot be followed, and says what can."""

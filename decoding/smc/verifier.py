@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -92,11 +92,21 @@ class ParticleVerifier(Verifier):
         self.particles = particles
         self.threshold = threshold
         self.power = power
+        self.resampling = resampling
         self.lookahead = lookahead
         self._stop_ids = frozenset(stop_ids)
-        self._resample = RESAMPLING[resampling]
         self.clouds: dict[Request, Cloud] = {}
         """By the request whose particles they are, until `close`."""
+
+    def describe(self) -> dict[str, Any]:
+        """Settings that the text depends on, for JSON."""
+        return {
+            "particles": self.particles,
+            "resampling": self.resampling,
+            "ess_threshold": self.threshold,
+            "power": self.power,
+            "lookahead": self.lookahead.share if self.lookahead is not None else None,
+        }
 
     def check(self, sampling: Sampling) -> None:
         """Raises ValueError for a temperature that is too low."""
@@ -291,7 +301,7 @@ class ParticleVerifier(Verifier):
         told = cloud.log_weights[index].tolist()
         origin: list[int | None] = [None] * len(places)
         if size < self.threshold * self.particles:
-            counts = self._resample(normalized(cloud.log_weights), _noise(group, cloud.rounds, RESAMPLE))
+            counts = RESAMPLING[self.resampling](normalized(cloud.log_weights), _noise(group, cloud.rounds, RESAMPLE))
             origin = [None if a == i else places[a] for i, a in enumerate(ancestors(counts))]
             cloud.log_evidence += log_mean(cloud.log_weights)
             cloud.log_weights[:] = 0.0
