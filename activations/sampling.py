@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from activations.draws import LARGE, M1, M2, PER_TOKEN, noisy_argmax
+
 LOWEST = 1e-6
 """Lowest temperature above 0."""
 
@@ -99,8 +101,11 @@ class Law:
 
     def draw(self, seed: int, requests: torch.Tensor, positions: torch.Tensor, stream: str = "") -> torch.Tensor:
         """A draw [N] from each of N laws, as a place among its tokens."""
+        keys = _keys(seed, requests, positions, stream)
+        if self.tokens is None and self.size >= LARGE and self.logits.device.type == "cpu":
+            return noisy_argmax(self.logits, keys, _gumbel)
         tokens = self.tokens if self.tokens is not None else torch.arange(self.size, device=self.logits.device)
-        return (self.logits + gumbel(seed, requests, positions, tokens, stream)).argmax(-1)
+        return (self.logits + _gumbel(keys, tokens)).argmax(-1)
 
     def ids(self, places: torch.Tensor) -> torch.Tensor:
         """The token ids [N] of places [N]."""
@@ -136,13 +141,13 @@ def choose(
     return out
 
 
-_M1, _M2, _MASK = 0x7FEB352D, 0x846CA68B, 0xFFFFFFFF
+_MASK = 0xFFFFFFFF
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
     """A 32-bit finaliser (xor-shift-multiply) on int64 tensors, exact on every device."""
-    x = ((x ^ (x >> 16)) * _M1) & _MASK
-    x = ((x ^ (x >> 15)) * _M2) & _MASK
+    x = ((x ^ (x >> 16)) * M1) & _MASK
+    x = ((x ^ (x >> 15)) * M2) & _MASK
     return x ^ (x >> 16)
 
 
@@ -151,23 +156,30 @@ def gumbel(
 ) -> torch.Tensor:
     """Standard Gumbel noise [N, k] for token ids [k] or [N, k]: a pure function of (stream, seed, request, position,
     token)."""
-    return -torch.log(-torch.log(_uniform(seed, requests, positions, tokens, stream))).to(torch.float32)
+    return _gumbel(_keys(seed, requests, positions, stream), tokens)
 
 
 def uniform(seed: int, requests: torch.Tensor, positions: torch.Tensor, stream: str) -> torch.Tensor:
     """Float64 numbers [N] in (0, 1), each a pure function of (stream, seed, request, position)."""
-    return _uniform(seed, requests, positions, torch.zeros(1, dtype=torch.int64, device=positions.device), stream)[:, 0]
+    keys = _keys(seed, requests, positions, stream)
+    return _uniform(keys, torch.zeros(1, dtype=torch.int64, device=positions.device))[:, 0]
 
 
-def _uniform(
-    seed: int, requests: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, stream: str
-) -> torch.Tensor:
+def _keys(seed: int, requests: torch.Tensor, positions: torch.Tensor, stream: str) -> torch.Tensor:
+    """32 bits [N] of which all noise of a position is a function."""
     key = _mix(torch.as_tensor((seed * 0x9E3779B9 + 0x6A09E667) & _MASK, device=positions.device))
     if stream:  # the target's own stream has no name
         key = _mix(key ^ zlib.crc32(stream.encode()))
     key = _mix((key + requests.to(torch.int64) * 0x85EBCA6B) & _MASK)
-    key = _mix((key + positions.to(torch.int64) * 0xC2B2AE35) & _MASK)
-    high = _mix((key[:, None] + tokens * 0x27D4EB2F) & _MASK)
+    return _mix((key + positions.to(torch.int64) * 0xC2B2AE35) & _MASK)
+
+
+def _gumbel(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return -torch.log(-torch.log(_uniform(keys, tokens))).to(torch.float32)
+
+
+def _uniform(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    high = _mix((keys[:, None] + tokens * PER_TOKEN) & _MASK)
     low = _mix(((high ^ 0x5BD1E995) + tokens) & _MASK)
     # 48 random bits: float32 uniforms would put an atom of 6e-8 at the end of the tail
     return ((high << 16) | (low & 0xFFFF)).to(torch.float64).add_(0.5).mul_(2.0**-48)

@@ -229,9 +229,11 @@ class Decoder:
         try:
             sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
             chosen = replace(self.settings, **settings)
+            plan = self.plan(mode, chosen)
+            plan.verifier.check(sampling)
         except (ValueError, TypeError) as error:
             raise DecodingError(str(error)) from error
-        return Call(mode, self.plan(mode, chosen), sampling, stops, max_new_tokens, batch)
+        return Call(mode, plan, sampling, stops, max_new_tokens, batch)
 
     def plan(self, mode: str, settings: ModeSettings | None = None) -> Plan:
         """A mode, built from this decoder's parts."""
@@ -251,6 +253,7 @@ class Decoder:
             "mode": mode,
             "lossless": get_mode(mode).lossless,
             **ruled,
+            **plan.verifier.describe(),
             "settings": asdict(self.settings),
             "gate": type(plan.gate).__name__,
             "drafters": [d.describe() for d in plan.drafters],

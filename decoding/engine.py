@@ -165,7 +165,7 @@ class Engine:
         if not requests:
             return
         rows = [row for request in requests for row in request.rows]
-        self._rows.leave(rows)
+        self._rows.leave(rows[::-1])  # the last first, so that a group moves nothing, and leaves its first row as it is
         gone = set(requests)
         self.requests = [r for r in self.requests if r not in gone]
         if self._keeps:
@@ -182,7 +182,7 @@ class Engine:
         """
         if self._kept is None:
             return 0
-        have = self._kept.tokens[: self._rows.cache.lengths[0]]
+        have = self._kept.rows[0].tokens[: self._rows.cache.lengths[0]]  # not of the particle that was chosen
         same = next(
             (i for i, (a, b) in enumerate(zip(have, prompt, strict=False)) if a != b), min(len(have), len(prompt))
         )
@@ -469,7 +469,8 @@ class Engine:
 
     def _situation(self, request: Request, matches: Matches | None, intent: float | None) -> Situation:
         if self.plan.lengths is None:  # no gate without a length head asks for more
-            return Situation(len(request.tokens), request.room, matches.longest if matches else 0, intent)
+            longest = matches.longest if matches else 0
+            return Situation(len(request.tokens), request.room, longest, intent, request.number)
         readings = self._readings[request]
         return Situation(
             length=len(request.tokens),

@@ -17,6 +17,9 @@ from decoding.drafters import CopyDrafter, Drafter
 from decoding.gates import COPY, Always, BanditGate, Choice, Gate, MatchLengthGate, Never, ProbeGate
 from decoding.length_gate import LengthGate
 from decoding.rejection import RejectionVerifier
+from decoding.smc.lookahead import Lookahead, LookaheadGate
+from decoding.smc.resampling import RESAMPLING
+from decoding.smc.verifier import ParticleVerifier
 from decoding.verifier import Verifier
 from probes.length_head import LengthHead
 
@@ -31,6 +34,8 @@ ACCEPTANCES = ("keyed", "rejection")
 """Rules that `--acceptance` chooses from."""
 GATES = ("auto", "probe", "cost", "match", "bandit", "always", "never")
 """Gates that `--gate` chooses from."""
+START = 4
+"""Tokens that a lookahead drafts before it has seen any ratios."""
 WIDEST_COPY = 31
 """Most nodes of a copy that a length gate may ask for."""
 WIDEST_TREE = (31, 4)
@@ -95,6 +100,17 @@ class ModeSettings:
     """How drafted tokens are accepted where the target samples: keyed (the target draws its own token, and a draft is
     right that is the same: the text is the target's own at the seed), rejection (mode sd: classical rejection sampling;
     the text has the target's law, and is another one at the same seed)."""
+    particles: int = 4
+    """Texts that mode smcsd writes side by side, each a row of its own; one of them is chosen at the end."""
+    ess_threshold: float = 0.5
+    """Particles are resampled where fewer than this share of them still count."""
+    resampling: str = "systematic"
+    """How particles are resampled: systematic or multinomial."""
+    lookahead: float | None = None
+    """Mode smcsd drafts as far as this share of the particles (0.3, say) is expected to count still, at most
+    draft_tokens; by default always draft_tokens."""
+    power: float = 1.0
+    """Mode smcsd follows the product of the tokens' probabilities to this power; 1 is the target's own law."""
     tau: float | None = None
     """Copy intent from which the switch copies; by default the probe's own threshold."""
     gate: str = "auto"
@@ -105,7 +121,8 @@ class ModeSettings:
     """Neural side of `switchsd`: eagle (an EAGLE head), draft (a small draft model) or none."""
 
     def __post_init__(self) -> None:
-        for name in ("kappa", "candidates", "depth", "copy_nodes", "neural_nodes", "neural_depth", "draft_tokens"):
+        counts = ("candidates", "depth", "copy_nodes", "neural_nodes", "neural_depth", "draft_tokens", "particles")
+        for name in ("kappa", *counts):
             value = getattr(self, name)
             if name == "kappa" and value is None:
                 continue
@@ -117,6 +134,15 @@ class ModeSettings:
             raise ValueError(f"unknown gate {self.gate!r}: use {', '.join(GATES[:-1])} or {GATES[-1]}")
         if self.neural_tree not in ("fixed", "priced"):
             raise ValueError(f"unknown neural_tree {self.neural_tree!r}: use fixed or priced")
+        if self.resampling not in RESAMPLING:
+            raise ValueError(f"unknown resampling {self.resampling!r}: use {' or '.join(RESAMPLING)}")
+        for name, least, most in (("ess_threshold", 0, 1), ("lookahead", 0, 1), ("power", 0, float("inf"))):
+            value = getattr(self, name)
+            if not (isinstance(value, (int, float)) and least <= value <= most) and (name, value) != (
+                "lookahead",
+                None,
+            ):
+                raise ValueError(f"{name} is {value!r}; it must be a number from {least} to {most}")
         if self.acceptance not in ACCEPTANCES:
             raise ValueError(f"unknown acceptance {self.acceptance!r}: use {' or '.join(ACCEPTANCES)}")
         if self.neural not in NEURAL:
@@ -276,6 +302,25 @@ def _sd(parts: Parts) -> Plan:
     return Plan(gate, (drafter.drawing("own"),), verifier=RejectionVerifier())
 
 
+def _smcsd(parts: Parts) -> Plan:
+    s = parts.settings
+    drafter = parts.draft_model("mode 'smcsd'")
+    if not isinstance(drafter, DraftModelDrafter):
+        raise DecodingError("mode 'smcsd' needs a draft model that tells what it draws from: use mode sd")
+    k = s.draft_tokens
+    lookahead = Lookahead(min(START, k), k, s.lookahead) if s.lookahead is not None else None
+    verifier = ParticleVerifier(
+        s.particles,
+        parts.target.stop_ids,
+        resampling=s.resampling,
+        threshold=s.ess_threshold,
+        power=s.power,
+        lookahead=lookahead,
+    )
+    gate = LookaheadGate(DRAFT, lookahead) if lookahead is not None else Always(Choice(DRAFT, FixedBudget(k, k)))
+    return Plan(gate, (drafter.drawing("own"),), verifier=verifier, particles=s.particles)
+
+
 def _switchsd(parts: Parts) -> Plan:
     s = parts.settings
     if s.gate == "never":
@@ -312,6 +357,7 @@ def _switchsd(parts: Parts) -> Plan:
 
 
 COPIES = "copied drafts are certain and branch, and rejection sampling judges chains that were drawn from a law"
+WEIGHED = "its particles keep every drafted token, and are weighed instead"
 TREES = "an EAGLE head drafts trees of its best tokens, and rejection sampling judges chains that were drawn from a law"
 
 MODES: dict[str, Mode] = {
@@ -321,6 +367,7 @@ MODES: dict[str, Mode] = {
         Mode("copy", "copies wherever a suffix match exists", True, _copy, refuses_rejection=COPIES),
         Mode("eagle", "drafts with an EAGLE head at every step", True, _eagle, EAGLE, TREES),
         Mode("sd", "drafts with a small draft model at every step", True, _sd, DRAFT),
+        Mode("smcsd", "drafts several texts and weighs them: nearly the target's law", False, _smcsd, DRAFT, WEIGHED),
         Mode(
             "switchsd",
             "copies where a probe says that the target will, else drafts with a head or a draft model",

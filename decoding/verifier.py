@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from activations.sampling import choose
+from activations.sampling import Sampling, choose
 from decoding.request import Request
 from decoding.tree import DraftTree
 
@@ -50,6 +51,13 @@ class Verifier:
     lossless = True
     keyed = True
     """The text is the one that the target writes alone at the same seed, not only one of the same law."""
+
+    def describe(self) -> dict[str, Any]:
+        """Settings that the text depends on, for JSON; none where it is the target's own."""
+        return {}
+
+    def check(self, sampling: Sampling) -> None:
+        """Raises ValueError for a sampling that cannot be followed, and says what can."""
 
     def pick(self, group: Request) -> Request | None:
         """Once all particles of a group have ended, the one whose text is the request's."""

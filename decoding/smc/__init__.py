@@ -1,0 +1,1 @@
+"""Sequential Monte Carlo speculative decoding: particles that are weighed instead of rejected."""
