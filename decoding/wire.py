@@ -37,7 +37,7 @@ def send(
     shapes = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in flat]
     text = json.dumps({**message, "tensors": shapes}).encode()
     parts: list[Any] = [HEAD.pack(len(text)) + text]
-    parts += [memoryview(t.reshape(-1).view(torch.uint8).numpy()) for t in flat if t.numel()]
+    parts += [t.reshape(-1).view(torch.uint8).numpy().data for t in flat if t.numel()]
     deadline = None if seconds is None else monotonic() + seconds
     try:
         for part in parts:
