@@ -28,6 +28,7 @@ COMMANDS = {
     "write": "Let the target write bulk text for training drafters.",
     "adapt": "Make a probe and a head for a target of your own.",
     "profile": "Measure what each part of a step costs on this machine.",
+    "simulate": "Say what overlapping two batches would bring, from measured or published times.",
     "bench": "Compare modes on prompts, beside Hugging Face generate and other engines.",
     "sites": "List where a target's hidden states can be read.",
     "parity": "Compare the hooks with TransformerLens, in float32 and float64.",
@@ -103,7 +104,16 @@ def _format(message: Warning | str, category: type[Warning], *where: Any, **more
 
 USAGE_ERRORS = ("UsageError", "TargetError", "PromptError", "DecodingError", "ChoiceError")
 """What was asked for cannot be done. By name, because their modules load torch."""
-FAILURES = ("StoreError", "EngineError", "ProbeError", "HeadError", "CostError", "MissingModel", "PeerError")
+FAILURES = (
+    "StoreError",
+    "EngineError",
+    "ProbeError",
+    "HeadError",
+    "CostError",
+    "MissingModel",
+    "PeerError",
+    "RemoteError",
+)
 """What was asked for is right, and something in the way."""
 
 
