@@ -70,6 +70,8 @@ class RemoteDrafter:
         self.name: str = about["name"]
         self.sites: tuple[str, ...] = tuple(about["sites"])
         self._described: dict[str, Any] = about["describe"]
+        self.spent_ms = 0.0
+        """That the latest answer took there."""
         self._deaths = 0
         self._requests: dict[Request, _Known] = {}
         self._told = 0
@@ -140,6 +142,7 @@ class RemoteDrafter:
             self._deaths = 0
             if "error" in message:
                 raise RemoteError(message["error"])
+            self.spent_ms = message["ms"]
             trees: list[DraftTree | None] = list(nothing)
             for place, tree in zip(places, message["trees"], strict=True):
                 trees[place] = None if tree is None else tree_from(tree, laws)

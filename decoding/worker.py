@@ -16,6 +16,7 @@ import sys
 import threading
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -47,8 +48,8 @@ class DrafterSpec:
     """The EAGLE head, or the draft model that was made for the target."""
     model: str | None = None
     """A causal LM that drafts instead: a hub id or a folder."""
-    blocks: int | None = None
-    """The target cut to so many blocks drafts instead."""
+    blocks: int | list[int] | None = None
+    """The target cut to so many blocks, or to these, drafts instead."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the drafter, or of one's own function."""
     threads: int = 1
@@ -166,6 +167,7 @@ class Worker:
         broken = next((self._failed[i] for i in ids if i in self._failed), None)
         if broken is not None:
             return {"n": operation["n"], "error": broken}, []
+        began = perf_counter()
         try:
             trees = self.drafter.propose(
                 [self._mirrors[i] for i in ids], [budget_from(plain) for plain in operation["budgets"]]
@@ -174,7 +176,7 @@ class Worker:
             return {"n": operation["n"], "error": _first_line(error)}, []
         laws: list[torch.Tensor] = []
         plain = [None if tree is None else tree_to(tree, laws) for tree in trees]
-        return {"n": operation["n"], "trees": plain}, laws
+        return {"n": operation["n"], "trees": plain, "ms": (perf_counter() - began) * 1e3}, laws
 
     def _mirror(self, operation: dict[str, Any]) -> Request:
         """A new mirror."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -140,7 +139,8 @@ def _about(times: Roofline) -> str:
     where = "on the same device" if times.shared else "on a device of its own"
     return (
         f"{times.target.name} target on {times.devices} x {times.hardware.name}, "
-        f"{times.draft_model.name} drafter {where}. Published figures: {times.hardware.source}; {times.target.source}; {times.draft_model.source}."
+        f"{times.draft_model.name} drafter {where}. "
+        f"Published figures: {times.hardware.source}; {times.target.source}; {times.draft_model.source}."
     )
 
 
@@ -156,15 +156,11 @@ def _from_curves(verify: str | None, draft: str | None, rho: float) -> Times:
     if verify is None or draft is None:
         missing = "--verify-ms" if verify is None else "--draft-ms"
         raise UsageError(f"{missing} is missing: give both")
-    tables = [_read(text, option) for text, option in ((draft, "--draft-ms"), (verify, "--verify-ms"))]
-    nested = [isinstance(next(iter(table.values())), dict) for table in tables]
-    if all(nested):
-        return Measured(*tables, rho)
-    if any(nested):
-        raise UsageError(
-            "--verify-ms and --draft-ms must both be curves, or both tables {requests: {draft tokens: ms}}"
-        )
-    return Curves(*tables, rho)
+    drafts, verifications = _read(draft, "--draft-ms"), _read(verify, "--verify-ms")
+    nested = [isinstance(next(iter(found.values())), dict) for found in (drafts, verifications)]
+    if any(nested) != all(nested):
+        raise UsageError("--verify-ms and --draft-ms must both be curves, or both be {requests: {draft tokens: ms}}")
+    return Measured(drafts, verifications, rho) if all(nested) else Curves(drafts, verifications, rho)
 
 
 def _read(text: str, option: str) -> dict[int, Any]:
@@ -179,11 +175,11 @@ def _read(text: str, option: str) -> dict[int, Any]:
         ) from error
 
 
-def _numbers(found: Mapping[str, Any]) -> dict[int, Any]:
+def _numbers(found: Any) -> dict[int, Any]:
     made: dict[int, Any] = {}
     for key, value in found.items():
-        if isinstance(value, (Mapping, list)):
-            made[int(key)] = _numbers(value)  # type: ignore[arg-type] - a list has no items, which is told
+        if isinstance(value, dict):
+            made[int(key)] = _numbers(value)
         elif float(value) > 0:
             made[int(key)] = float(value)
         else:

@@ -9,20 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from families import VOCABULARY, WIDTH, family_target
 
+from activations.matching.match import MatchConfig
 from decoding.budgets import Budget
 from decoding.drafters import CopyDrafter
-from decoding.eagle.drafter import EagleDrafter
-from decoding.eagle.head import EagleHead, HeadConfig
 from decoding.request import Request
 from decoding.tree import DraftTree
 
+VOCABULARY, WIDTH = 97, 32  # of the small families, whose module takes seconds to import
 DRAFT_TOKENS = torch.arange(0, VOCABULARY, 2)
 SITES = ["resid_pre.1", "resid_pre.2", "resid_post.2"]
 
 
-def head() -> EagleHead:
+def head() -> Any:
+    from decoding.eagle.head import EagleHead, HeadConfig
+
     torch.manual_seed(0)
     config = HeadConfig(
         hidden_size=WIDTH, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -35,15 +36,21 @@ def head() -> EagleHead:
     return made.eval().requires_grad_(False)
 
 
-def eagle(dtype: str = "float32") -> EagleDrafter:
-    torch.set_num_threads(1)
-    return EagleDrafter(family_target("llama", getattr(torch, dtype)), head(), sites=SITES)
+def eagle() -> Any:
+    from families import family_target
+
+    from decoding.eagle.drafter import EagleDrafter
+
+    return EagleDrafter(family_target("llama"), head(), sites=SITES)
 
 
 class Copies(CopyDrafter):
     """Drafts copies at every step."""
 
     name = "draft"
+
+    def __init__(self) -> None:
+        super().__init__(MatchConfig(kappa=2))
 
 
 class Laws(Copies):

@@ -113,7 +113,7 @@ def test_a_head_elsewhere_drafts_what_it_drafts_here(remote: Make, scheduler: ty
 def test_every_call_of_the_protocol(remote: Make) -> None:
     """Step by step against the same drafter here, with resumed and resampled requests."""
     here, there = Copies(), remote("Copies")
-    draw = random.Random(0)
+    draw, drafted = random.Random(0), []
     requests = [Request(i, [5, 6, 7, 5, 6, 7, i], max_new_tokens=40) for i in range(3)]
 
     def both(call: str, *args: Any) -> None:
@@ -128,7 +128,7 @@ def test_every_call_of_the_protocol(remote: Make) -> None:
             if mine is not None and theirs is not None:
                 assert [*mine.tokens] == theirs.tokens and [*mine.parents] == theirs.parents
                 assert [*mine.source] == theirs.source and [*mine.logq] == theirs.logq
-        assert any(tree is not None for tree in trees[0])
+            drafted.append(mine is not None)
 
     for request in requests:
         request.tokens = [*request.prompt, 5]
@@ -157,7 +157,7 @@ def test_every_call_of_the_protocol(remote: Make) -> None:
     for request in requests:
         both("close", request)
         both("close", request)
-    assert not there._requests
+    assert not there._requests and sum(drafted) > 10
 
 
 def test_states_and_laws_travel_bit_for_bit(remote: Make) -> None:
@@ -351,7 +351,8 @@ def test_it_keeps_to_its_cores_and_ends(remote: Make) -> None:
 
 
 SCRIPT = """
-import os, signal, sys, time
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test in the background inherits that it is ignored
 from decoding.remote import RemoteDrafter
 from decoding.worker import DrafterSpec
 from decoding.budgets import FixedBudget
