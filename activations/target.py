@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -278,6 +278,15 @@ class Target:
         if fast is not None and self.device.type != "meta" and self._agrees(fast):
             self._fast = fast
             self._hooks = [hooks for m in self.backbone.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+
+    def drop_blocks(self) -> None:
+        """Forget the blocks for good: tokens can still be embedded, and final states become logits, as a drafter
+        needs it in a process of its own."""
+        self.__dict__["structure"] = replace(self.structure, layouts=())  # found by a forward, and holds the blocks
+        for k in range(self.blocks):
+            self.layers[k] = nn.Identity()
+        self._fast, self._hooks = None, []
+        self._ordinary.clear()
 
     @property
     def forward_kind(self) -> str:

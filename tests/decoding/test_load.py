@@ -1,0 +1,67 @@
+"""Two hundred requests of random lengths through every mode, in one process: all finish, none waits for long, and
+nothing of them stays behind."""
+
+from __future__ import annotations
+
+import gc
+import random
+import tracemalloc
+from collections import Counter
+
+import pytest
+import torch
+
+from decoding.decoder import Decoder
+from decoding.eagle.drafter import EagleDrafter
+from decoding.eagle.training import initial_head
+from decoding.engine import Draft, Engine
+from decoding.modes import MODES
+from decoding.request import Request
+
+REQUESTS, BATCH = 200, 8
+LONGEST_TURN = {"minedraft": 3}
+"""Most verifications in a row that leave a running request out; two batches take turns, and one moved waits once more."""
+
+
+def load(seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(62) for _ in range(rng.choice((1, 3, 9, 20, 60)))] for _ in range(REQUESTS)]
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_two_hundred_requests(mode: str, small_target, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    target = small_target("llama")
+    torch.manual_seed(0)
+    eagle = EagleDrafter(target, initial_head(target, torch.arange(0, 64, 2)))
+    decoder = Decoder(target, neural=eagle)
+    waited: Counter[Request] = Counter()
+    longest = 0
+    verify = Engine.verify
+
+    def counting(engine: Engine, drafts: list[Draft]):  # type: ignore[no-untyped-def]
+        nonlocal longest
+        there = {d.request.group for d in drafts}
+        assert len(engine.requests) <= BATCH
+        for request in engine.requests:
+            waited[request] = 0 if request in there else waited[request] + 1
+            longest = max(longest, waited[request])
+        return verify(engine, drafts)
+
+    monkeypatch.setattr(Engine, "verify", counting)
+    options = {"mode": mode, "batch": BATCH, "temperature": 0.7, "max_new_tokens": 12, "kappa": 2, "gate": "match"}
+    sizes = []
+    for repetition in range(3):
+        found = decoder.generate(load(repetition), **options)
+        assert len(found) == REQUESTS
+        assert all(len(g.tokens) == 12 or g.stopped for g in found) and not any(g.cut for g in found)
+        waited.clear()
+        decoder.trace.records.clear()
+        del found
+        gc.collect()
+        assert not [o for o in gc.get_objects() if isinstance(o, Request)]
+        if not tracemalloc.is_tracing():
+            tracemalloc.start()
+        sizes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert longest <= LONGEST_TURN.get(mode, 0)
+    assert sizes[2] - sizes[1] < 200_000  # bytes, of 200 more requests
