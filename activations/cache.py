@@ -43,9 +43,7 @@ class KVCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write [B, Hkv, Q, D] behind the committed lengths; return keys and values [B, Hkv, K, D]."""
         if layer_idx == len(self.keys):
-            shape = (self.rows, key_states.shape[1], self.capacity)
-            self.keys.append(key_states.new_zeros(*shape, key_states.shape[3]))
-            self.values.append(value_states.new_zeros(*shape, value_states.shape[3]))
+            self._append(key_states, value_states)
         new = key_states.shape[2]
         end = max(self.lengths) + new
         self._reserve(layer_idx, end)
@@ -138,14 +136,27 @@ class KVCache(Cache):
                 theirs[-1][:, :, :most] = buffer[:, :, :most]
         return made
 
-    def truncate(self, rows: int) -> None:
-        """Keep the first `rows` rows, without a copy."""
-        self.keys = [x[:rows] for x in self.keys]
-        self.values = [x[:rows] for x in self.values]
-        self.lengths = self.lengths[:rows]
-        self.rows = rows
+    def swap_rows(self, a: int, b: int) -> None:
+        """Rows `a` and `b` change places."""
+        end = max(self.lengths[a], self.lengths[b])
+        for buffer in (*self.keys, *self.values):
+            kept = buffer[a, :, :end].clone()
+            buffer[a, :, :end] = buffer[b, :, :end]
+            buffer[b, :, :end] = kept
+        self.lengths[a], self.lengths[b] = self.lengths[b], self.lengths[a]
+
+    def view(self, start: int, stop: int) -> KVCache:
+        """Rows start..stop as a cache of their own that shares their memory. It holds until another view, or this
+        cache, grows: take one for each forward."""
+        return self if (start, stop) == (0, self.rows) else _View(self, start, stop)
 
     # -- inside -------------------------------------------------------------------------------------
+
+    def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Room for one more layer, like these states."""
+        shape = (self.rows, key_states.shape[1], self.capacity)
+        self.keys.append(key_states.new_zeros(*shape, key_states.shape[3]))
+        self.values.append(value_states.new_zeros(*shape, value_states.shape[3]))
 
     def _with_index(self, index: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Every buffer, keys first, with the index on its device: the layers may lie on several."""
@@ -172,6 +183,47 @@ class KVCache(Cache):
             # only now: memory that runs out in between leaves the layer as it was
             self.keys[layer], self.values[layer] = grown
             self.capacity = max(self.capacity, want)
+
+
+class _View(KVCache):
+    """Some rows of another cache."""
+
+    def __init__(self, whole: KVCache, start: int, stop: int) -> None:
+        if not 0 <= start < stop <= whole.rows:
+            raise ValueError(f"rows {start} to {stop} of a cache of {whole.rows}")
+        super().__init__(stop - start)
+        self._whole, self._rows = whole, slice(start, stop)
+        self.lengths = whole.lengths[self._rows]
+        self.keys = [x[self._rows] for x in whole.keys]
+        self.values = [x[self._rows] for x in whole.values]
+
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        super().commit(paths)
+        self._settle()
+
+    def crop_row(self, row: int, length: int) -> None:
+        super().crop_row(row, length)
+        self._settle()
+
+    def select(self, rows: Sequence[int], from_position: int = 0) -> None:
+        if len(rows) != self.rows:
+            raise ValueError(f"{len(rows)} rows for a view of {self.rows}")
+        super().select(rows, from_position)
+        self._settle()
+
+    def _settle(self) -> None:
+        self._whole.lengths[self._rows] = self.lengths
+
+    def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self._whole._append(key_states, value_states)
+        self.keys.append(self._whole.keys[-1][self._rows])
+        self.values.append(self._whole.values[-1][self._rows])
+
+    def _reserve(self, layer: int, slots: int) -> None:
+        if slots > self.keys[layer].shape[2]:
+            self._whole._reserve(layer, slots)
+            self.keys[layer] = self._whole.keys[layer][self._rows]
+            self.values[layer] = self._whole.values[layer][self._rows]
 
 
 def attention_mask(

@@ -1,9 +1,11 @@
 """The two halves of a step, for requests that share a KV cache: draft, then verify.
 
-    draft(requests)          matches -> gate -> drafters -> one merged tree a request
-    verify(requests, drafts) one forward of [pending token, tree] -> accepted path + new pending token -> commit
+    draft(requests)  matches -> gate -> drafters -> one merged tree a row
+    verify(drafts)   one forward of [pending token, tree] -> accepted path + new pending token -> commit
 
-A scheduler owns the requests and orders the halves; the engine owns rows of the cache and the drafters' states.
+A scheduler owns the requests and orders the halves, for all of them or for some; the engine owns the rows of the cache
+and the drafters' states. A request has one row, or one for each of its particles, which the halves treat as requests
+of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from typing import Any
 
 import torch
 
-from activations.cache import KVCache
 from activations.matching.match import Matches
 from activations.sites import Site
 from activations.target import Target
@@ -28,6 +29,7 @@ from decoding.modes import Plan
 from decoding.packing import tree_forward
 from decoding.readings import Summary, summary
 from decoding.request import TARGET, Request
+from decoding.rows import Rows
 from decoding.trace import StepRecord, Trace
 from decoding.tree import DraftTree
 from decoding.verifier import Intent, Verdict
@@ -38,9 +40,23 @@ NO_ROOM = Decision((), "no room")
 
 
 @dataclass(frozen=True)
-class Draft:
-    """What the first half hands to the second, for one request."""
+class Asked:
+    """A first half that has begun: the drafters have been asked."""
 
+    rows: list[Request]
+    decisions: list[Decision]
+    matches: list[Matches | None]
+    intents: list[float | None]
+    answers: list[tuple[str, list[int], Callable[[], Sequence[DraftTree | None]]]]
+    """A drafter, the rows that it was asked about, and what waits for its trees."""
+    gate_ms: float
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What the first half hands to the second, for one row."""
+
+    request: Request
     tree: DraftTree
     decision: Decision
     matches: Matches | None
@@ -88,10 +104,11 @@ class Engine:
         self.requests: list[Request] = []
         self.reused = 0
         """Prompt tokens of the latest request that were not computed again."""
-        self._rows = rows
+        self.rows = rows
+        """Most requests at a time."""
         self._keeps = keeps
         self._kept: Request | None = None
-        self._cache = KVCache(rows)
+        self._rows = Rows(rows * plan.particles)
         self._drafters: dict[str, Drafter] = {d.name: d for d in plan.drafters}
         self._intents: dict[Request, float] = {}
         self._readings: dict[Request, tuple[float, ...]] = {}
@@ -109,66 +126,53 @@ class Engine:
     # -- requests come and go -----------------------------------------------------------------------
 
     def admit(self, request: Request) -> Commit:
-        """Prefill a request into a row of its own; its first token is chosen."""
+        """Prefill a request into its rows; its first token is chosen, by each particle for itself."""
         prompt = request.prompt
-        alone = self._rows == 1
-        cache = self._cache if alone else KVCache(1)
         start = self.reused = self._common(prompt)
-        if alone:
-            cache.crop_row(0, start)
+        cache = self._rows.free(start)
         logits = self.target.forward(torch.tensor([prompt[start:]], device=self.target.device), cache, logits_to_keep=1)
         cache.commit([range(len(prompt) - start)])
+        rows = request.split(self.plan.particles)
         request.tokens = list(prompt)
-        [verdict] = self.plan.verifier.accept([EMPTY], logits, [request], self._reading(logits, prompt=True))
-        if not alone:
-            self._cache.load_row(len(self.requests), cache)
+        for row in rows:
+            row.tokens = list(prompt)
+        reading = self._reading(logits, prompt=True)
+        verdicts = [self.plan.verifier.accept([EMPTY], logits, [row], reading)[0] for row in rows]
+        self._rows.hold(rows)
         self.requests.append(request)
-        request.tokens.append(verdict.pending)
-        request.sources.append(TARGET)
-        self._keep(request, verdict)
-        self._steps[request] = 0
+        for row, verdict in zip(rows, verdicts, strict=True):
+            row.tokens.append(verdict.pending)
+            row.sources.append(TARGET)
+            self._keep(row, verdict)
+            self._steps[row] = 0
         for drafter in list(self._drafters.values()):
             features = self._features(drafter, 0, None)
-            if start and self._kept is not None:
-                self._guarded(
-                    drafter,
-                    lambda d=drafter, f=features, old=self._kept: d.resume(request, f, old, start),  # type: ignore[misc]
-                )
-            else:
-                self._guarded(drafter, lambda d=drafter, f=features: d.start(request, f))  # type: ignore[misc]
+            for row in rows:
+                if start and self._kept is not None:
+                    self._guarded(
+                        drafter,
+                        lambda d=drafter, r=row, f=features, old=self._kept: d.resume(r, f, old, start),  # type: ignore[misc]
+                    )
+                else:
+                    self._guarded(drafter, lambda d=drafter, r=row, f=features: d.start(r, f))  # type: ignore[misc]
         self._forget()
-        return Commit(request, [verdict.pending], [TARGET])
+        if request.particles:
+            return self._together(request)
+        return Commit(request, [verdicts[0].pending], [TARGET])
 
     def leave(self, requests: Sequence[Request]) -> None:
         """Requests that have ended give up their rows; the others close ranks."""
         if not requests:
             return
-        if self._keeps:
-            [self._kept], self.requests = requests, []
-            return
+        rows = [row for request in requests for row in request.rows]
+        self._rows.leave(rows)
         gone = set(requests)
-        keep = [i for i, r in enumerate(self.requests) if r not in gone]
+        self.requests = [r for r in self.requests if r not in gone]
+        if self._keeps:
+            [self._kept] = requests
+            return
         for request in requests:
             self._close(request)
-        holes = [i for i in range(len(keep)) if i not in keep]
-        for hole in holes:  # the last ones move into the gaps
-            last = keep.pop()
-            self._cache.move_row(last, hole)
-            keep.insert(hole, last)
-        self.requests = [self.requests[i] for i in keep]
-        for row in range(len(keep), self._rows):
-            self._cache.lengths[row] = 0
-
-    def shrink(self) -> None:
-        """Drop rows that no request holds: none will come."""
-        if 0 < len(self.requests) < self._rows:
-            self._rows = len(self.requests)
-            self._cache.truncate(self._rows)
-
-    @property
-    def rows(self) -> int:
-        """Most requests at a time."""
-        return self._rows
 
     def _common(self, prompt: Sequence[int]) -> int:
         """How many tokens of a prompt the kept request has in its row, for the target and for every drafter.
@@ -178,7 +182,7 @@ class Engine:
         """
         if self._kept is None:
             return 0
-        have = self._kept.tokens[: self._cache.lengths[0]]
+        have = self._kept.tokens[: self._rows.cache.lengths[0]]
         same = next(
             (i for i, (a, b) in enumerate(zip(have, prompt, strict=False)) if a != b), min(len(have), len(prompt))
         )
@@ -191,11 +195,13 @@ class Engine:
             self._kept = None
 
     def _close(self, request: Request) -> None:
-        for drafter in self.plan.drafters:
-            drafter.close(request)
-        self._intents.pop(request, None)
-        self._readings.pop(request, None)
-        self._steps.pop(request, None)
+        for row in request.rows:
+            for drafter in self.plan.drafters:
+                drafter.close(row)
+            self._intents.pop(row, None)
+            self._readings.pop(row, None)
+            self._steps.pop(row, None)
+        self.plan.verifier.close(request)
 
     def close(self) -> None:
         """Detach the hooks and forget the requests. Safe to repeat."""
@@ -206,57 +212,116 @@ class Engine:
 
     # -- the halves ---------------------------------------------------------------------------------
 
-    def draft(self) -> list[Draft]:
-        """A tree for each request, empty where the gate abstains."""
-        requests = self.requests
+    def draft(self, requests: Sequence[Request] | None = None) -> list[Draft]:
+        """A tree for each row of the requests (all of them by default), empty where the gate abstains."""
+        return self.finish(self.begin(requests))
+
+    def begin(self, requests: Sequence[Request] | None = None) -> Asked:
+        """The first part of `draft`: the gate decides, and drafters that can be asked ahead are asked."""
+        rows = [row for request in (self.requests if requests is None else requests) for row in request.rows]
         entered = perf_counter()
-        matches = self._matches()
-        intents = [self._intents.get(r) for r in requests]
+        matches = self._matches(rows)
+        intents = [self._intents.get(r) for r in rows]
         decisions = [
-            self.plan.gate.choose(self._situation(r, m, i)) if r.room > 0 else NO_ROOM
-            for r, m, i in zip(requests, matches, intents, strict=True)
+            self.plan.gate.choose(self._situation(r, m, i)) if r.room > 0 and not r.ended else NO_ROOM
+            for r, m, i in zip(rows, matches, intents, strict=True)
         ]
-        asked: dict[str, list[tuple[int, Budget]]] = {}
+        jobs: dict[str, list[tuple[int, Budget]]] = {}
         for i, decision in enumerate(decisions):
             for name, budget in decision.drafts:
-                asked.setdefault(name, []).append((i, budget))
+                jobs.setdefault(name, []).append((i, budget))
+        answers = [
+            (name, [i for i, _ in mine], self._ask(name, [rows[i] for i, _ in mine], [budget for _, budget in mine]))
+            for name, mine in jobs.items()
+        ]
+        return Asked(rows, decisions, matches, intents, answers, (perf_counter() - entered) * 1e3)
+
+    def finish(self, asked: Asked) -> list[Draft]:
+        """The second part of `draft`: the trees, of the rows that are still there."""
         began = perf_counter()
-        grown: list[dict[str, DraftTree]] = [{} for _ in requests]
-        for name, jobs in asked.items():
-            for (i, _), tree in zip(jobs, self._proposed(name, requests, jobs), strict=True):
+        grown: list[dict[str, DraftTree]] = [{} for _ in asked.rows]
+        for name, places, answer in asked.answers:
+            for i, tree in zip(places, answer(), strict=True):
                 if tree is not None and len(tree):
                     grown[i][name] = tree
         ended = perf_counter()
         merged = []
-        for request, decision, own in zip(requests, decisions, grown, strict=True):
+        for request, decision, own in zip(asked.rows, asked.decisions, grown, strict=True):
             parts = [own[name] for name, _ in decision.drafts if name in own]
             tree = DraftTree.merge(parts).cut(request.room) if parts else EMPTY
             merged.append(decision.trim(tree) if decision.trim is not None and len(tree) else tree)
-        draft_ms = (ended - began) * 1e3
-        gate_ms = (perf_counter() - entered) * 1e3 - draft_ms
-        return [Draft(*parts, draft_ms, gate_ms) for parts in zip(merged, decisions, matches, intents, strict=True)]
+        gate_ms = asked.gate_ms + (perf_counter() - ended) * 1e3
+        drafts = zip(asked.rows, merged, asked.decisions, asked.matches, asked.intents, strict=True)
+        return [Draft(*parts, (ended - began) * 1e3, gate_ms) for parts in drafts if parts[0] in self._rows]
 
     def verify(self, drafts: Sequence[Draft]) -> list[Commit]:
-        """One forward over all requests; every request grows by its accepted path and a new pending token."""
-        requests = self.requests
+        """One forward over the rows that were drafted for; each grows by its accepted path and a new pending token.
+
+        One commit a request. All rows of a request must be there, side by side, as `draft` gives them.
+        """
+        drafts = [d for d in drafts if d.request in self._rows]
+        if not drafts:
+            return []
+        rows = [d.request for d in drafts]
         began = perf_counter()
         trees = [d.tree for d in drafts]
-        logits = tree_forward(self.target, self._cache, [r.tokens[-1] for r in requests], trees)
-        verdicts = self.plan.verifier.accept(trees, logits, requests, self._reading(logits))
+        cache = self._rows.take(rows)
+        logits = tree_forward(self.target, cache, [r.tokens[-1] for r in rows], trees)
+        verdicts = self.plan.verifier.accept(trees, logits, rows, self._reading(logits))
         judged = perf_counter()
-        slots = [[0, *(i + 1 for i in v.path)] for v in verdicts]
-        self._cache.commit([*slots, *((),) * (self._rows - len(slots))])
+        slots = [[] if v.rests else [0, *(i + 1 for i in v.path)] for v in verdicts]
+        cache.commit(slots)
         commits = []
-        for row, (request, draft, verdict) in enumerate(zip(requests, drafts, verdicts, strict=True)):
-            commits.append(self._take(request, draft, verdict))
+        for row, (request, draft, verdict) in enumerate(zip(rows, drafts, verdicts, strict=True)):
+            if verdict.rests:
+                continue
+            commit = self._take(request, draft, verdict)
+            if request is request.group:
+                commits.append(commit)
             for drafter in list(self._drafters.values()):
                 features = self._features(drafter, row, slots[row])
                 self._guarded(drafter, lambda d=drafter, r=request, f=features: d.observe(r, f))  # type: ignore[misc]
+        groups = dict.fromkeys(r.group for r in rows if r.particles or r.owner)
+        for group in groups:
+            at = rows.index(group.particles[0])
+            ancestors = [v.ancestor for v in verdicts[at : at + len(group.particles)]]
+            self._resample(group, [i if a is None else a - at for i, a in enumerate(ancestors)])
+            commits.append(self._together(group))
         verify_ms = (judged - began) * 1e3
         rest_ms = (perf_counter() - judged) * 1e3
-        for request, draft, verdict in zip(requests, drafts, verdicts, strict=True):
-            self._record(request, draft, verdict, began, verify_ms, rest_ms)
+        for draft, verdict in zip(drafts, verdicts, strict=True):
+            if not verdict.rests:
+                self._record(draft, verdict, len(rows), began, verify_ms, rest_ms)
         return commits
+
+    # -- particles ------------------------------------------------------------------------------------
+
+    def _resample(self, group: Request, ancestors: Sequence[int]) -> None:
+        """Particle i goes on from where particle ancestors[i] is."""
+        if all(i == a for i, a in enumerate(ancestors)):
+            return
+        particles = group.particles
+        texts = [p.tokens for p in particles]
+        # The last token of a text is pending, and has no state yet.
+        same = min(_agreement(texts), min(map(len, texts)) - 1)
+        self._rows.take(particles).select(ancestors, same)
+        for drafter in list(self._drafters.values()):
+            self._guarded(drafter, lambda d=drafter: d.select(particles, ancestors, same))  # type: ignore[misc]
+        states = [(list(p.tokens), list(p.sources), p.ended) for p in particles]
+        for particle, ancestor in zip(particles, ancestors, strict=True):
+            tokens, sources, particle.ended = states[ancestor]
+            particle.tokens, particle.sources = list(tokens), list(sources)
+
+    def _together(self, group: Request) -> Commit:
+        """What all particles newly agree on; at the end, the rest of the one that is chosen."""
+        chosen = self.plan.verifier.pick(group)
+        told, prompt = len(group.tokens), len(group.prompt)
+        one = chosen or group.particles[0]
+        until = len(one.tokens) if chosen else _agreement([p.tokens for p in group.particles])
+        tokens, sources = one.tokens[told:until], one.sources[told - prompt : until - prompt]
+        group.tokens += tokens
+        group.sources += sources
+        return Commit(group, list(tokens), list(sources))
 
     # -- drafters fail, the text goes on --------------------------------------------------------------
 
@@ -271,37 +336,45 @@ class Engine:
                 LOG.warning("The %s drafter failed (%s): the target goes on without it.", drafter.name, told)
             return None
 
-    def _matches(self) -> list[Matches | None]:
+    def _matches(self, rows: Sequence[Request]) -> list[Matches | None]:
         copy = self._drafters.get(COPY)
         if not isinstance(copy, CopyDrafter):
-            return [None] * len(self.requests)
-        found = self._guarded(copy, lambda: [copy.match(request) for request in self.requests])
-        return found if found is not None else [None] * len(self.requests)
+            return [None] * len(rows)
+        found = self._guarded(copy, lambda: [copy.match(request) for request in rows])
+        return found if found is not None else [None] * len(rows)
 
     def _candidates(self, request: Request) -> Sequence[Sequence[int]]:
         copy = self._drafters.get(COPY)
         found = self._guarded(copy, lambda: copy.candidates(request)) if isinstance(copy, CopyDrafter) else None
         return found or ()
 
-    def _proposed(
-        self, name: str, requests: Sequence[Request], jobs: Sequence[tuple[int, Budget]]
-    ) -> Sequence[DraftTree | None]:
-        """A drafter's trees for its jobs (row and budget), checked; none of them if it fails."""
+    def _ask(
+        self, name: str, requests: Sequence[Request], budgets: Sequence[Budget]
+    ) -> Callable[[], Sequence[DraftTree | None]]:
+        """Waits for a drafter's trees, checked; none of them if it fails. One that lives elsewhere begins at once."""
         drafter = self._drafters.get(name)
+        nothing: list[DraftTree | None] = [None] * len(requests)
         if drafter is None:
-            return [None] * len(jobs)
+            return lambda: nothing
+        ask = getattr(drafter, "ask", None)
+        answer = self._guarded(drafter, lambda: ask(requests, budgets)) if ask is not None else None
 
-        def propose() -> list[DraftTree | None]:
-            trees = drafter.propose([requests[i] for i, _ in jobs], [budget for _, budget in jobs])
-            if len(trees) != len(jobs):
-                raise ValueError(f"{len(trees)} trees for {len(jobs)} requests")
-            for tree in trees:
+        def trees() -> list[DraftTree | None]:
+            found: list[DraftTree | None] = answer() if answer is not None else drafter.propose(requests, budgets)
+            if len(found) != len(requests):
+                raise ValueError(f"{len(found)} trees for {len(requests)} requests")
+            for tree in found:
                 if tree is not None:
                     tree.check(self.target.vocab_size)
-            return trees
+            return found
 
-        found: list[DraftTree | None] | None = self._guarded(drafter, propose)
-        return found if found is not None else [None] * len(jobs)
+        def checked() -> list[DraftTree | None]:
+            if drafter.name not in self._drafters:  # it has failed since
+                return nothing
+            found = self._guarded(drafter, trees)
+            return nothing if found is None else found
+
+        return checked
 
     # -- inside -------------------------------------------------------------------------------------
 
@@ -315,9 +388,9 @@ class Engine:
         return Commit(request, tokens, sources, draft.decision.copies)
 
     def _record(
-        self, request: Request, draft: Draft, verdict: Verdict, verified: float, verify_ms: float, rest_ms: float
+        self, draft: Draft, verdict: Verdict, rows: int, verified: float, verify_ms: float, rest_ms: float
     ) -> None:
-        tree, matches = draft.tree, draft.matches
+        request, tree, matches = draft.request, draft.tree, draft.matches
         record = StepRecord(
             request=request.number,
             step=self._steps[request],
@@ -335,7 +408,10 @@ class Engine:
             logq=tuple(tree.logq),
             accepted=tuple(verdict.path),
             pending=verdict.pending,
-            rows=len(self.requests),
+            rows=rows,
+            particle=request.particle,
+            log_weight=verdict.log_weight,
+            ess=verdict.ess,
             draft_ms=draft.draft_ms,
             verify_ms=verify_ms,
             overhead_ms=draft.gate_ms + rest_ms,
@@ -407,3 +483,13 @@ class Engine:
             summary=Summary(*readings[:3]),
             readings=readings[3:],
         )
+
+
+def _agreement(texts: Sequence[Sequence[int]]) -> int:
+    """How many tokens all texts begin with."""
+    first, *others = texts
+    same = 0
+    for same, tokens in enumerate(zip(first, *others, strict=False)):
+        if any(t != tokens[0] for t in tokens[1:]):
+            return same
+    return min(map(len, texts))

@@ -184,6 +184,8 @@ class Plan:
     lengths: LengthHead | None = None
     """Says how far drafts will be followed, where the gate asks."""
     verifier: Verifier = field(default_factory=Verifier)
+    particles: int = 1
+    """Rows of a request."""
 
 
 @dataclass(frozen=True)

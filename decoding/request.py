@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from activations.sampling import Sampling
 
@@ -15,7 +15,7 @@ class Request:
     """One sequence. Requests are compared and hashed by identity, so that drafters may key their state by them."""
 
     number: int
-    """Keys the sampling noise; unique in a decoder's call."""
+    """Unique in a decoder's call."""
     prompt: list[int]
     max_new_tokens: int = 256
     sampling: Sampling = field(default_factory=Sampling)
@@ -26,6 +26,37 @@ class Request:
     so that `len(tokens) - 1` positions are verified."""
     sources: list[str] = field(default_factory=list)
     """Who drafted each generated token: `target`, or a drafter's name."""
+    particle: int = 0
+    """Which of a group's particles this is."""
+    owner: Request | None = field(default=None, repr=False)
+    """The request whose particle this is."""
+    particles: list[Request] = field(default_factory=list, repr=False)
+    """The rows that a group owns, each a request of its own; none where the request is its only row."""
+    ended: bool = False
+    """A particle that has met its end: it is drafted no further, and rests."""
+
+    @property
+    def rows(self) -> list[Request]:
+        """The requests that hold a row of the cache for this one."""
+        return self.particles or [self]
+
+    @property
+    def group(self) -> Request:
+        """The request that was asked for: this one, or the one whose particle it is."""
+        return self.owner or self
+
+    @property
+    def key(self) -> int:
+        """Keys the sampling noise."""
+        return self.number + (self.particle << 20)
+
+    def split(self, particles: int) -> list[Request]:
+        """The rows of this request, made if there are to be several."""
+        if particles > 1:
+            self.particles = [
+                replace(self, particle=i, owner=self, tokens=[], sources=[], particles=[]) for i in range(particles)
+            ]
+        return self.rows
 
     @property
     def generated(self) -> list[int]:

@@ -46,8 +46,6 @@ class SequentialScheduler:
                     yield commit
                 if not engine.requests:
                     return
-                if not more:
-                    engine.shrink()
                 try:
                     commits = engine.verify(engine.draft())
                 except Exception as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,12 @@ class StepRecord:
     verify_ms: float
     overhead_ms: float
     """The rest of the step: gate, masks, commit, text."""
+    particle: int = 0
+    """Which of the request's particles."""
+    log_weight: float | None = None
+    """A particle's, before any resampling; None without particles."""
+    ess: float | None = None
+    """Effective sample size of the request's particles, before any resampling."""
 
     @property
     def copies(self) -> bool:
@@ -106,10 +112,10 @@ class Trace:
             table = pq.read_table(path)
         except (OSError, pa.ArrowInvalid) as error:
             raise ValueError(f"cannot read the trace {os.fspath(path)}: {error}") from error
-        missing = [f.name for f in fields(StepRecord) if f.name not in table.column_names]
+        missing = [f.name for f in fields(StepRecord) if f.name not in table.column_names and f.default is MISSING]
         if missing:
             raise ValueError(f"{os.fspath(path)} is no trace of this version: it lacks {', '.join(missing)}")
-        rows = table.select([f.name for f in fields(StepRecord)]).to_pylist()
+        rows = table.select([f.name for f in fields(StepRecord) if f.name in table.column_names]).to_pylist()
         return cls(_record(row) for row in rows)
 
 

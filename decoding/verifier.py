@@ -29,6 +29,14 @@ class Verdict:
     """Copy intent at the new anchor, where a probe reads it."""
     readings: tuple[float, ...] = ()
     """What else was read there."""
+    ancestor: int | None = None
+    """Resampling: which of the rows judged together this one goes on from; None = itself."""
+    rests: bool = False
+    """A particle that had ended before: nothing is added to it."""
+    log_weight: float | None = None
+    """Of a particle, after this step and before any resampling."""
+    ess: float | None = None
+    """Effective sample size of its group then, in particles."""
 
 
 class Verifier:
@@ -40,6 +48,13 @@ class Verifier:
     """
 
     lossless = True
+
+    def pick(self, group: Request) -> Request | None:
+        """Once all particles of a group have ended, the one whose text is the request's."""
+        return None
+
+    def close(self, group: Request) -> None:
+        """Forget a request. Safe to repeat."""
 
     def accept(
         self,
@@ -131,4 +146,4 @@ def _split(score: Sequence[float]) -> tuple[float | None, tuple[float, ...]]:
 
 def _choose(logits: torch.Tensor, requests: Sequence[Request], positions: Sequence[int] | torch.Tensor) -> torch.Tensor:
     """The target's next tokens [N] for logits [N, V]."""
-    return choose([r.sampling for r in requests], logits, [r.number for r in requests], positions)
+    return choose([r.sampling for r in requests], logits, [r.key for r in requests], positions)

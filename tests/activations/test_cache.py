@@ -62,7 +62,7 @@ def filled(rows: int, lengths: list[int]) -> KVCache:
     return cache
 
 
-def test_crop_select_move_and_truncate_keep_the_named_rows() -> None:
+def test_crop_select_move_and_swap_keep_the_named_rows() -> None:
     cache = filled(3, [4, 2, 3])
     before = [cache.keys[0][r, :, :n].clone() for r, n in enumerate(cache.lengths)]
     cache.select([2, 2, 0])
@@ -72,10 +72,13 @@ def test_crop_select_move_and_truncate_keep_the_named_rows() -> None:
     cache.move_row(2, 0)
     assert cache.lengths == [4, 3, 0]
     assert torch.equal(cache.keys[0][0, :, :4], before[0])
-    cache.truncate(1)
-    assert cache.lengths == [4] and cache.rows == 1
+    cache.swap_rows(0, 1)
+    assert cache.lengths == [3, 4, 0]
+    assert torch.equal(cache.keys[0][1, :, :4], before[0])
+    assert torch.equal(cache.keys[0][0, :, :3], before[2])
+    cache.swap_rows(0, 1)
     cache.crop_row(0, 1)
-    assert cache.lengths == [1]
+    assert cache.lengths == [1, 3, 0]
     with pytest.raises(ValueError, match="cannot crop row 0 of 1 tokens to 2"):
         cache.crop_row(0, 2)
 

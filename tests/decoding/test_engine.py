@@ -50,7 +50,6 @@ def test_requests_that_stay_are_not_disturbed(gone, mode, small_target) -> None:
     together.admit(again)
     together.verify(together.draft())
     together.leave([again])
-    together.shrink()
     for _ in range(3):
         together.verify(together.draft())
     for i, request in enumerate(requests):
