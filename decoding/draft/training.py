@@ -341,6 +341,8 @@ def train(
         raise DraftError(
             f"the run in {run} trains blocks {state['blocks']}, not {student.blocks}: name those, or another folder"
         )
+    begun = {"rows": state["rows"], "config": asdict(config), "provenance": provenance(seed=config.seed)}
+    state["runs"] = [*state.get("runs", []), begun]
     # Another order after each resumption: the run must not begin with the same shards again.
     random_ = random.Random(f"{config.seed}:{state['updates']}")
     generator = torch.Generator().manual_seed(random_.getrandbits(48))
@@ -411,7 +413,9 @@ def train(
                 keep(run, state, parameters, optimizer, frequent=frequent)
                 with (run / "log.jsonl").open("a") as log:
                     log.write(json.dumps(record) + "\n")
-                _save(folder, student, target, config, state, record, dict(zip(stores, opened, strict=True)), stores)
+                _save(
+                    folder, student, target, config.seed, state, record, dict(zip(stores, opened, strict=True)), stores
+                )
                 yield record
                 saved = time.monotonic()  # neither the validation nor the caller's time counts
             if ended:
@@ -427,13 +431,14 @@ def _save(
     folder: Path,
     student: Student,
     target: Target,
-    config: DraftTrainConfig,
+    seed: int,
     state: dict[str, Any],
     record: dict[str, Any],
     opened: dict[Path, CaptureStore],
     stores: Sequence[Path],
 ) -> None:
-    """The draft as it is now, with all that is known of it."""
+    """The draft as it is now, with all that is known of it: `runs` are the settings and commands by the row from which
+    they held."""
     text = [
         {
             "store": store.folder.name,
@@ -448,7 +453,7 @@ def _save(
         student.draft,
         student.blocks,
         target,
-        config=asdict(config),
+        runs=state["runs"],
         coverage=state["coverage"],
         updates=state["updates"],
         rows=state["rows"],
@@ -458,7 +463,7 @@ def _save(
         written_tokens=sum(t["written"] for t in text),
         dropped_as_contaminated=sum(t["contaminated"] for t in text),
         log=[json.loads(line) for line in (folder / "run" / "log.jsonl").read_text().splitlines()],
-        provenance=provenance(seed=config.seed),
+        provenance=provenance(seed=seed),
     )
 
 
