@@ -87,7 +87,7 @@ class ModeColumn:
             first_token_seconds=generation.first_token_seconds,
             decode_seconds=generation.decode_seconds,
             drafts=drafts_of(records),
-            step_seconds=sum(map(seconds_of, records)),
+            step_seconds=sum({r.start: seconds_of(r) for r in records}.values()),  # particles share their steps
         )
 
     def close(self) -> None: ...

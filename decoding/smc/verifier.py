@@ -12,6 +12,7 @@ drawn by its weight. For finite N the text only nearly follows the target's law.
   from where it was, with the weight that it had. The next drafts meet the draft model's noise of these positions
   again.
 - A single particle is never corrected: it follows q, with an exact token after every K.
+- A particle ends at a stop token or at the request's limit. Stop strings cut the request's text, not the particles.
 """
 
 from __future__ import annotations
@@ -50,8 +51,6 @@ class Cloud:
     resamplings: int = 0
     underflows: int = 0
     """Rounds whose drafts were dropped, because no particle kept any weight."""
-    log_share: float = 0.0
-    """Sum over the rounds of log(ESS / N), before any resampling."""
 
 
 class _Row(NamedTuple):
@@ -297,7 +296,6 @@ class ParticleVerifier(Verifier):
             return [verdicts[i] for i in places]
         size = effective_size(cloud.log_weights)
         cloud.rounds += 1
-        cloud.log_share += float(np.log(size / self.particles))
         told = cloud.log_weights[index].tolist()
         origin: list[int | None] = [None] * len(places)
         if size < self.threshold * self.particles:

@@ -308,9 +308,10 @@ def test_bad_options_are_told(options: dict[str, object], told: str) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.05])
 def test_low_temperatures_are_refused(temperature: float) -> None:
+    verifier = ParticleVerifier(2, [STOP])
     with pytest.raises(ValueError, match=r"use a temperature of 0\.1 or more"):
-        ParticleVerifier.check(Sampling(temperature))
-    ParticleVerifier.check(Sampling(0.1))
+        verifier.check(Sampling(temperature))
+    verifier.check(Sampling(0.1))
 
 
 def test_drafts_without_a_law_and_trees_are_refused() -> None:
