@@ -450,11 +450,11 @@ class Engine:
             return (lambda slots: self._intent(slots - 1)) if prompt else self._intent
 
         def read(slots: torch.Tensor) -> torch.Tensor:
-            assert self._reader is not None
             row = torch.arange(len(slots), device=slots.device)
             places = slots - 1 if prompt else slots
             intent = self._intent(places) if self._probe_sites else torch.full_like(slots, math.nan, dtype=torch.float)
-            states = [self._reader.states[site][row, places] for site in self._length_sites]
+            read_there = self._reader.states if self._reader is not None else {}
+            states = [read_there[site][row, places] for site in self._length_sites]
             state = torch.cat([logits[row, slots][:, :0], *states], dim=-1)  # a head may read none
             return torch.cat([intent[:, None], summary(logits[row, slots]), lengths.project(state)], dim=-1)
 

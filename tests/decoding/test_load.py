@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from decoding.decoder import Decoder
+from decoding.draft.drafter import DraftModelDrafter
+from decoding.draft.model import cut
 from decoding.eagle.drafter import EagleDrafter
 from decoding.eagle.training import initial_head
 from decoding.engine import Draft, Engine
@@ -20,7 +22,7 @@ from decoding.request import Request
 
 REQUESTS, BATCH = 200, 8
 LONGEST_TURN = {"minedraft": 3}
-"""Most verifications in a row that leave a running request out; two batches take turns, and one moved waits once more."""
+"""Most verifications in a row that leave a running request out: two batches take turns."""
 
 
 def load(seed: int) -> list[list[int]]:
@@ -33,7 +35,7 @@ def test_two_hundred_requests(mode: str, small_target, monkeypatch: pytest.Monke
     target = small_target("llama")
     torch.manual_seed(0)
     eagle = EagleDrafter(target, initial_head(target, torch.arange(0, 64, 2)))
-    decoder = Decoder(target, neural=eagle)
+    decoder = Decoder(target, neural={"eagle": eagle, "draft": DraftModelDrafter(target, cut(target, 2))})
     waited: Counter[Request] = Counter()
     longest = 0
     verify = Engine.verify
