@@ -3,11 +3,15 @@
 The next token at a position is argmax(processed logits + Gumbel noise), the noise a function of
 (seed, request, position) and the token id alone. Whatever path a decoder takes to a position, it meets the
 same noise there: the sampled text does not depend on drafts, batch or scheduling.
+
+Who must draw independently of the target (a drafter whose drafts are accepted by their probabilities, for one) draws
+from a stream of its own: another noise under the same keys.
 """
 
 from __future__ import annotations
 
 import numbers
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,35 +53,16 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0
 
-    def process(self, logits: torch.Tensor) -> torch.Tensor:
-        """Float32 logits [..., V] of the law that is sampled; excluded tokens are -inf."""
-        kept, tokens = self._kept(logits)
-        if tokens is None:
-            return kept
-        return torch.full(logits.shape, -torch.inf, device=logits.device).scatter_(-1, tokens, kept)
-
-    def next_tokens(self, logits: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Next token ids [N] for logits [N, V], of the given requests [N] at the given positions [N]."""
-        if self.greedy:
-            return logits.argmax(-1)
-        kept, tokens = self._kept(logits)
-        if tokens is None:
-            every = torch.arange(logits.shape[-1], device=logits.device)
-            return (kept + gumbel(self.seed, requests, positions, every)).argmax(-1)
-        best = (kept + gumbel(self.seed, requests, positions, tokens)).argmax(-1, keepdim=True)
-        return tokens.gather(-1, best)[..., 0]
-
-    def _kept(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The processed logits [..., k] and the token ids they belong to (None: all, in order).
-
-        Only the kept tokens need noise, and a sort for top-p only sees what top-k left.
-        """
+    def law(self, logits: torch.Tensor) -> Law:
+        """What is sampled after logits [..., V]. Only the kept tokens need noise, and a sort for top-p only sees what
+        top-k left."""
+        size = logits.shape[-1]
         logits = logits.float()
         if self.greedy:
-            return logits, None
+            return Law(logits, None, size)
         tokens = None
         logits = logits / self.temperature
-        if 0 < self.top_k < logits.shape[-1]:
+        if 0 < self.top_k < size:
             logits, tokens = logits.topk(self.top_k, dim=-1)  # sorted
         if self.top_p < 1:
             if tokens is None:
@@ -85,7 +70,48 @@ class Sampling:
             probability = logits.softmax(-1)
             before = probability.cumsum(-1) - probability  # mass of the more likely ones: the first always stays
             logits = logits.masked_fill(before >= self.top_p, -torch.inf)
-        return logits, tokens
+        return Law(logits, tokens, size)
+
+    def process(self, logits: torch.Tensor) -> torch.Tensor:
+        """Float32 logits [..., V] of the law that is sampled; excluded tokens are -inf."""
+        return self.law(logits).full()
+
+    def next_tokens(
+        self, logits: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor, stream: str = ""
+    ) -> torch.Tensor:
+        """Next token ids [N] for logits [N, V], of the given requests [N] at the given positions [N]."""
+        if self.greedy:
+            return logits.argmax(-1)
+        law = self.law(logits)
+        return law.ids(law.draw(self.seed, requests, positions, stream))
+
+
+@dataclass(frozen=True)
+class Law:
+    """Distributions over the vocabulary, of the tokens that a sampling keeps."""
+
+    logits: torch.Tensor
+    """Float32 [..., k]; excluded ones are -inf."""
+    tokens: torch.Tensor | None
+    """Their ids [..., k]; None = all, in order."""
+    size: int
+    """Of the vocabulary."""
+
+    def draw(self, seed: int, requests: torch.Tensor, positions: torch.Tensor, stream: str = "") -> torch.Tensor:
+        """A draw [N] from each of N laws, as a place among its tokens."""
+        tokens = self.tokens if self.tokens is not None else torch.arange(self.size, device=self.logits.device)
+        return (self.logits + gumbel(seed, requests, positions, tokens, stream)).argmax(-1)
+
+    def ids(self, places: torch.Tensor) -> torch.Tensor:
+        """The token ids [N] of places [N]."""
+        return places if self.tokens is None else self.tokens.gather(-1, places[..., None])[..., 0]
+
+    def full(self) -> torch.Tensor:
+        """Logits [..., V]."""
+        if self.tokens is None:
+            return self.logits
+        shape = (*self.logits.shape[:-1], self.size)
+        return torch.full(shape, -torch.inf, device=self.logits.device).scatter_(-1, self.tokens, self.logits)
 
 
 def choose(
@@ -120,13 +146,28 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 16)
 
 
-def gumbel(seed: int, requests: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise [N, k] for token ids [k] or [N, k]: a pure function of (seed, request, position, token)."""
+def gumbel(
+    seed: int, requests: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, stream: str = ""
+) -> torch.Tensor:
+    """Standard Gumbel noise [N, k] for token ids [k] or [N, k]: a pure function of (stream, seed, request, position,
+    token)."""
+    return -torch.log(-torch.log(_uniform(seed, requests, positions, tokens, stream))).to(torch.float32)
+
+
+def uniform(seed: int, requests: torch.Tensor, positions: torch.Tensor, stream: str) -> torch.Tensor:
+    """Float64 numbers [N] in (0, 1), each a pure function of (stream, seed, request, position)."""
+    return _uniform(seed, requests, positions, torch.zeros(1, dtype=torch.int64, device=positions.device), stream)[:, 0]
+
+
+def _uniform(
+    seed: int, requests: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, stream: str
+) -> torch.Tensor:
     key = _mix(torch.as_tensor((seed * 0x9E3779B9 + 0x6A09E667) & _MASK, device=positions.device))
+    if stream:  # the target's own stream has no name
+        key = _mix(key ^ zlib.crc32(stream.encode()))
     key = _mix((key + requests.to(torch.int64) * 0x85EBCA6B) & _MASK)
     key = _mix((key + positions.to(torch.int64) * 0xC2B2AE35) & _MASK)
     high = _mix((key[:, None] + tokens * 0x27D4EB2F) & _MASK)
     low = _mix(((high ^ 0x5BD1E995) + tokens) & _MASK)
     # 48 random bits: float32 uniforms would put an atom of 6e-8 at the end of the tail
-    uniform = ((high << 16) | (low & 0xFFFF)).to(torch.float64).add_(0.5).mul_(2.0**-48)
-    return -torch.log(-torch.log(uniform)).to(torch.float32)
+    return ((high << 16) | (low & 0xFFFF)).to(torch.float64).add_(0.5).mul_(2.0**-48)

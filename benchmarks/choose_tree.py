@@ -109,7 +109,7 @@ def main() -> None:
     given = parser.parse_args()
     target = load_target("smollm2")
     drafter = EagleDrafter(target, load_head(given.head, target.vocab_size), sites=eagle_sites(target.blocks))
-    costs = get_costs(target, drafter)
+    costs = get_costs(target, [drafter])
     prompts = []
     for source in (load_corpus("validation"), *map(read_prompts, given.suite)):
         prompts += spread(source, min(given.limit, len(source)))

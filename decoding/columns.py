@@ -37,8 +37,12 @@ class Answer:
 
 class Column(Protocol):
     sampling: Sampling
-    own: bool
-    """Whether its text must be the target's own: on the same weights, by code that this project answers for."""
+
+    @property
+    def own(self) -> bool:
+        """Whether its text must be the target's own: on the same weights, by code that this project answers for, and
+        by the same draws."""
+        ...
 
     def describe(self) -> dict[str, Any]:
         """What its rows depend on, for JSON."""
@@ -56,7 +60,10 @@ class ModeColumn:
     decoder: Decoder
     mode: str
     sampling: Sampling = GREEDY
-    own = True
+
+    @property
+    def own(self) -> bool:
+        return self.sampling.greedy or self.decoder.plan(self.mode).verifier.keyed
 
     def describe(self) -> dict[str, Any]:
         """Only what the mode uses, so that a new probe leaves the rows of `ar` alone."""
@@ -172,7 +179,11 @@ def _assistant(target: Target, name: str, peers: PeerConfig) -> Assistant | None
     return Assistant.load(peers.assistant, target)
 
 
-OF_DRAFTER = {"copy": ("depth", "copy_nodes"), "eagle": ("neural_nodes", "neural_depth", "neural_tree")}
+OF_DRAFTER = {
+    "copy": ("depth", "copy_nodes"),
+    "eagle": ("neural_nodes", "neural_depth", "neural_tree"),
+    "draft": ("draft_tokens", "neural_tree"),
+}
 """Mode settings that matter where a drafter takes part; the drafter's own description says the rest."""
 
 

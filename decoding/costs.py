@@ -9,7 +9,7 @@ import os
 import platform
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -36,6 +36,8 @@ WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64)
 CONTEXTS = (64, 256, 768, 1536)
 """Context lengths that are measured, as far as the target takes them."""
 DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8)
+ADDED_SECONDS = 3.0
+"""Time to measure a drafter that a table lacks."""
 
 
 class CostError(Exception):
@@ -47,7 +49,7 @@ class CostTable:
     """Milliseconds."""
 
     key: dict[str, Any]
-    """Target, dtype, threads and machine that it holds for."""
+    """Target, dtype, threads and machine that it holds for, and the sizes of the drafters."""
     widths: list[int]
     contexts: list[int]
     verify_ms: list[list[float]]
@@ -68,6 +70,11 @@ class CostTable:
         """Milliseconds to draft a tree of that depth; 0 for a drafter that was not measured."""
         times = self.draft_ms.get(drafter)
         return _line(list(range(1, len(times) + 1)), times, depth) if times else 0.0
+
+    def knows(self, drafter: Drafter) -> bool:
+        """Whether this drafter was measured, and not another one of its name."""
+        sizes = self.key.get("drafters", {})
+        return drafter.name in self.draft_ms and sizes.get(drafter.name) == _size(drafter)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write costs.json, whole or not at all."""
@@ -131,8 +138,13 @@ def key_of(target: Target) -> dict[str, Any]:
     }
 
 
+def _size(drafter: Drafter) -> Any:
+    """What a drafter's speed depends on; None where it does not say."""
+    return getattr(drafter, "size", None)
+
+
 def measure(
-    target: Target, drafter: Drafter | None = None, probe: SiteProbe | None = None, budget_seconds: float = 12.0
+    target: Target, drafters: Sequence[Drafter] = (), probe: SiteProbe | None = None, budget_seconds: float = 12.0
 ) -> CostTable:
     """Measure a cost table within the given time: every point once, then again and again, and their medians."""
     deadline = perf_counter() + budget_seconds
@@ -145,7 +157,7 @@ def measure(
     cache.commit([range(contexts[-1])])
     points = [(c, w) for c in reversed(contexts) for w in widths]
     times: dict[tuple[int, int], list[float]] = {p: [] for p in points}
-    share = deadline - 0.25 * budget_seconds if drafter else deadline
+    share = deadline - 0.25 * budget_seconds if drafters else deadline
     rounds = 0
     while rounds < 9 and (rounds < 2 or perf_counter() < share):
         for point in points:
@@ -154,16 +166,27 @@ def measure(
             times[point].append(_verify_ms(target, cache, *point))
         cache.lengths[0] = contexts[-1]  # what a crop forgot is still written there
         rounds += 1
-    draft = {drafter.name: _draft_ms(target, drafter, deadline)} if drafter else {}
-    return CostTable(
+    table = CostTable(
         key=key_of(target),
         widths=widths,
         contexts=contexts,
         verify_ms=[[_best(times[c, w]) for w in widths] for c in contexts],
-        draft_ms=draft,
+        draft_ms={},
         probe_ms=_probe_ms(target, probe) if probe is not None else 0.0,
         match_ms=_match_ms(ids[0].tolist()),
     )
+    return with_drafters(table, target, drafters, deadline - perf_counter())
+
+
+def with_drafters(table: CostTable, target: Target, drafters: Sequence[Drafter], budget_seconds: float) -> CostTable:
+    """The table with the times of these drafters, measured now within the given time."""
+    times, sizes = dict(table.draft_ms), dict(table.key.get("drafters", {}))
+    deadline = perf_counter() + budget_seconds
+    for i, drafter in enumerate(drafters):
+        share = (deadline - perf_counter()) / (len(drafters) - i)
+        times[drafter.name] = _draft_ms(target, drafter, perf_counter() + share)
+        sizes[drafter.name] = _size(drafter)
+    return replace(table, key={**table.key, "drafters": sizes}, draft_ms=times) if drafters else table
 
 
 def _best(times: list[float]) -> float:
@@ -230,19 +253,31 @@ def _match_ms(ids: list[int]) -> float:
     return round(median(times), 4)
 
 
-def costs_file(target: Target, drafter: Drafter | None = None) -> Path:
-    """Where the table of this target, drafter and computer is cached."""
-    key = json.dumps([key_of(target), drafter.name if drafter else None], sort_keys=True)
+def costs_file(target: Target) -> Path:
+    """Where the table of this target and computer is cached."""
+    key = json.dumps(key_of(target), sort_keys=True)
     return packaged.cache_dir() / "costs" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
-def get_costs(target: Target, drafter: Drafter | None = None, probe: SiteProbe | None = None) -> CostTable:
-    """The cached table, or one measured now (about 12 s) and cached."""
-    file = costs_file(target, drafter)
+def cached_costs(target: Target, drafters: Sequence[Drafter] = ()) -> CostTable | None:
+    """The cached table, if there is one that has these drafters."""
+    file = costs_file(target)
     if file.is_file():
-        with suppress(CostError):  # made again below
-            return CostTable.load(file)
-    table = measure(target, drafter, probe)
+        with suppress(CostError):  # made again
+            table = CostTable.load(file)
+            return table if all(map(table.knows, drafters)) else None
+    return None
+
+
+def get_costs(target: Target, drafters: Sequence[Drafter] = (), probe: SiteProbe | None = None) -> CostTable:
+    """The cached table, or one measured now (about 12 s) and cached; drafters that it lacks are added (3 s)."""
+    table = cached_costs(target)
+    if table is None:
+        table = measure(target, drafters, probe)
+    elif missing := [d for d in drafters if not table.knows(d)]:
+        table = with_drafters(table, target, missing, ADDED_SECONDS)
+    else:
+        return table
     with suppress(OSError):  # a full or read-only disk costs the next run the same measurement, nothing else
-        table.save(file)
+        table.save(costs_file(target))
     return table

@@ -10,7 +10,7 @@ from typing import Any, overload
 from activations.matching.shared import SharedConfig, SharedStore
 from activations.sampling import Sampling
 from activations.target import Target
-from decoding.costs import CostTable, costs_file, get_costs
+from decoding.costs import CostTable, cached_costs, get_costs
 from decoding.drafters import Drafter
 from decoding.engine import Commit, Engine
 from decoding.modes import DecodingError, ModeSettings, Parts, Plan, SiteProbe, get_mode
@@ -118,19 +118,23 @@ class Decoder:
         self,
         target: Target,
         probe: SiteProbe | None = None,
-        neural: Drafter | None = None,
+        neural: Drafter | Mapping[str, Drafter] | None = None,
         settings: ModeSettings | None = None,
         costs: CostTable | None = None,
         lengths: LengthHead | None = None,
     ) -> None:
+        """`neural`: the neural drafters by name, or a single one. Modes and settings choose among them."""
         self.target = target
         self.probe = probe
-        self.neural = neural
+        self.neural: Mapping[str, Drafter] = (
+            neural if isinstance(neural, Mapping) else {} if neural is None else {neural.name: neural}
+        )
         self.lengths = lengths
         self.shared: SharedStore | None = None
         """What finished texts leave to copy from, where `shared_tokens` asks for it; `reset()` empties it."""
         self.settings = settings or ModeSettings()
         self.trace = Trace()
+        self._given_costs = costs
         self._costs = costs
 
     # -- what users call ----------------------------------------------------------------------------
@@ -169,7 +173,8 @@ class Decoder:
         temperature     0 = greedy (default); top_k, top_p, seed: as in `activations.sampling.Sampling`
         stop            a text or texts that end the generation, and are no part of it
         batch           most prompts decoded together (default 8)
-        kappa, candidates, depth, copy_nodes, neural_nodes, neural_depth, tau, gate, neural: see `ModeSettings`
+        kappa, candidates, depth, copy_nodes, neural_nodes, neural_depth, draft_tokens, acceptance, tau, gate, neural:
+                        see `ModeSettings`
         """
         prompts, _ = _prompts(prompt)
         return self._events([self.target.encode(p) for p in prompts], {}, **options)
@@ -241,9 +246,11 @@ class Decoder:
     def describe(self, mode: str) -> dict[str, Any]:
         """Everything of this decoder that a mode's text and speed depend on, for JSON."""
         plan = self.plan(mode)
+        ruled = {} if plan.verifier.keyed else {"acceptance": self.settings.acceptance}
         return {
             "mode": mode,
             "lossless": get_mode(mode).lossless,
+            **ruled,
             "settings": asdict(self.settings),
             "gate": type(plan.gate).__name__,
             "drafters": [d.describe() for d in plan.drafters],
@@ -257,16 +264,20 @@ class Decoder:
             self.shared = SharedStore(config)
         return self.shared
 
-    @property
-    def costs_known(self) -> bool:
-        """Whether the cost table was given or is cached, so that it need not be measured."""
-        return self._costs is not None or costs_file(self.target, self.neural).is_file()
+    def costs_known(self, *drafters: str) -> bool:
+        """Whether a cost table with the times of these drafters was given or is cached, so that it need not be
+        measured."""
+        return self._given_costs is not None or cached_costs(self.target, self._chosen(drafters)) is not None
 
-    def costs(self) -> CostTable:
-        """The cost table: given, cached, or measured now (about 12 s)."""
-        if self._costs is None:
-            self._costs = get_costs(self.target, self.neural, self.probe)
+    def costs(self, *drafters: str) -> CostTable:
+        """The cost table with the times of these drafters: given, cached, or measured now (about 12 s)."""
+        chosen = self._chosen(drafters)
+        if self._costs is None or (self._given_costs is None and not all(map(self._costs.knows, chosen))):
+            self._costs = get_costs(self.target, chosen, self.probe)
         return self._costs
+
+    def _chosen(self, drafters: Sequence[str]) -> list[Drafter]:
+        return [self.neural[name] for name in drafters if name in self.neural]
 
     def run(
         self, requests: list[Request], engine: Engine, running: dict[int, _Progress] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,17 +12,23 @@ from activations.matching.match import MatchConfig
 from activations.matching.shared import SharedConfig, SharedStore
 from activations.target import Target
 from decoding.budgets import FixedBudget, PricedBudget
+from decoding.draft.drafter import DraftModelDrafter
 from decoding.drafters import CopyDrafter, Drafter
 from decoding.gates import COPY, Always, BanditGate, Choice, Gate, MatchLengthGate, Never, ProbeGate
 from decoding.length_gate import LengthGate
+from decoding.rejection import RejectionVerifier
 from decoding.verifier import Verifier
 from probes.length_head import LengthHead
 
 if TYPE_CHECKING:
     from decoding.costs import CostTable
 
-NEURAL = ("eagle", "draft", "none")
+EAGLE, DRAFT = "eagle", "draft"
+"""Names of the neural drafters."""
+NEURAL = (EAGLE, DRAFT, "none")
 """Neural sides that `--neural` chooses from."""
+ACCEPTANCES = ("keyed", "rejection")
+"""Rules that `--acceptance` chooses from."""
 GATES = ("auto", "probe", "cost", "match", "bandit", "always", "never")
 """Gates that `--gate` chooses from."""
 WIDEST_COPY = 31
@@ -83,6 +89,12 @@ class ModeSettings:
     """Most levels of the neural drafter's tree."""
     neural_tree: str = "priced"
     """The neural drafter's tree: priced (as far as the cost table says it pays), fixed (always that large)."""
+    draft_tokens: int = 8
+    """Most tokens that a draft model drafts at a step; fewer where the neural tree is priced and they would not pay."""
+    acceptance: str = "keyed"
+    """How drafted tokens are accepted where the target samples: keyed (the target draws its own token, and a draft is
+    right that is the same: the text is the target's own at the seed), rejection (mode sd: classical rejection sampling;
+    the text has the target's law, and is another one at the same seed)."""
     tau: float | None = None
     """Copy intent from which the switch copies; by default the probe's own threshold."""
     gate: str = "auto"
@@ -90,10 +102,10 @@ class ModeSettings:
     rule), cost (expected tokens per millisecond, from a length head; it sizes all drafts itself), match (any suffix
     match of kappa tokens), bandit (whichever has paid), always (the neural side), never (the target alone)."""
     neural: str = "eagle"
-    """Neural side: eagle or none (draft, a small draft model, is not yet available)."""
+    """Neural side of `switchsd`: eagle (an EAGLE head), draft (a small draft model) or none."""
 
     def __post_init__(self) -> None:
-        for name in ("kappa", "candidates", "depth", "copy_nodes", "neural_nodes", "neural_depth"):
+        for name in ("kappa", "candidates", "depth", "copy_nodes", "neural_nodes", "neural_depth", "draft_tokens"):
             value = getattr(self, name)
             if name == "kappa" and value is None:
                 continue
@@ -105,6 +117,8 @@ class ModeSettings:
             raise ValueError(f"unknown gate {self.gate!r}: use {', '.join(GATES[:-1])} or {GATES[-1]}")
         if self.neural_tree not in ("fixed", "priced"):
             raise ValueError(f"unknown neural_tree {self.neural_tree!r}: use fixed or priced")
+        if self.acceptance not in ACCEPTANCES:
+            raise ValueError(f"unknown acceptance {self.acceptance!r}: use {' or '.join(ACCEPTANCES)}")
         if self.neural not in NEURAL:
             raise ValueError(f"unknown neural side {self.neural!r}: use {', '.join(NEURAL)}")
         if self.tau is not None and not (isinstance(self.tau, (int, float)) and 0 <= self.tau <= 1):
@@ -118,10 +132,12 @@ class Parts:
     target: Target
     settings: ModeSettings
     probe: SiteProbe | None = None
-    neural: Drafter | None = None
+    neural: Mapping[str, Drafter] = field(default_factory=dict)
+    """Neural drafters by name."""
     lengths: LengthHead | None = None
-    costs: Callable[[], CostTable] | None = None
-    """Gives the cost table; called only by what needs it, because it may have to measure."""
+    costs: Callable[[str], CostTable] | None = None
+    """Gives the cost table with the times of the named drafter (\"\": of none); called only by what needs it, because
+    it may have to measure."""
     shared: Callable[[SharedConfig], SharedStore] | None = None
     """Gives the store of finished texts for its settings; called only where there is to be one."""
 
@@ -139,39 +155,55 @@ class Parts:
     @property
     def _by_length(self) -> bool:
         s = self.settings  # a threshold that was asked for is one of the probe gate
-        return self.lengths is not None and (s.gate == "cost" or (s.gate == "auto" and s.tau is None))
+        if self.lengths is None or s.gate == "cost":
+            return self.lengths is not None
+        known = s.neural != DRAFT or self.lengths.knows(DRAFT)
+        return s.gate == "auto" and s.tau is None and known
 
     def length_gate(self, copy: Choice, neural: Choice | None) -> LengthGate | None:
         """The cost gate on a length head, which sizes the drafts; None where it is not asked for or there is none."""
         if not self._by_length or self.lengths is None:
             return None
-        costs = self.cost_table("gate 'cost'", "gate=probe")
+        if self.settings.neural == DRAFT and not self.lengths.knows(DRAFT):
+            raise DecodingError(
+                f"gate 'cost' weighs drafts by a length head, and the one of {self.target.name} knows no draft model: "
+                "use gate=probe or gate=match, or neural=eagle"
+            )
+        costs = self.cost_table("gate 'cost'", "gate=probe", neural.name if neural is not None else "")
         copy = Choice(copy.name, FixedBudget(WIDEST_COPY, self.settings.depth))
-        if neural is not None:
+        if neural is not None and neural.name != DRAFT:
             neural = Choice(neural.name, PricedBudget.of(costs, neural.name, *WIDEST_TREE))
         return LengthGate(costs, self.lengths, copy, neural)
 
     def neural_choice(self) -> Choice | None:
-        """The neural side that the settings ask for; None where they ask for none or there is none."""
-        s = self.settings
-        if s.neural == "draft" and (self.neural is None or self.neural.name != "draft"):
-            raise DecodingError("the neural side 'draft' (a small draft model) is not yet available: use eagle or none")
-        if s.neural == "none" or self.neural is None:
-            return None
-        if s.neural != self.neural.name:
-            raise DecodingError(
-                f"the neural side {s.neural!r} was asked for and {self.neural.name!r} is loaded: "
-                f"use neural={self.neural.name} or none"
-            )
-        if s.neural_tree == "fixed" or self.costs is None:
-            return Choice(self.neural.name, FixedBudget(s.neural_nodes, s.neural_depth))
-        costs = self.cost_table("neural_tree 'priced'", "neural_tree=fixed")
-        return Choice(self.neural.name, PricedBudget.of(costs, self.neural.name, s.neural_nodes, s.neural_depth))
+        """The neural side that the settings ask for; None where they ask for none, or for a head and there is none."""
+        name = self.settings.neural
+        if name == DRAFT:
+            self.draft_model("the neural side 'draft'")
+        return self.choice(name) if name != "none" and name in self.neural else None
 
-    def cost_table(self, what: str, instead: str) -> CostTable:
+    def choice(self, name: str) -> Choice:
+        """A neural drafter with the budget that the settings give it."""
+        s = self.settings
+        size = (s.draft_tokens, s.draft_tokens) if name == DRAFT else (s.neural_nodes, s.neural_depth)
+        if s.neural_tree == "fixed" or self.costs is None:
+            return Choice(name, FixedBudget(*size))
+        costs = self.cost_table("neural_tree 'priced'", "neural_tree=fixed", name)
+        return Choice(name, PricedBudget.of(costs, name, *size))
+
+    def draft_model(self, what: str) -> Drafter:
+        """The drafter with the draft model. Raises DecodingError, saying what needs it."""
+        if DRAFT not in self.neural:
+            raise DecodingError(
+                f"{what} needs a draft model for {self.target.name}, and none is in use: make one "
+                "(switchsd train draft), or name a small model with the same tokenizer as the draft"
+            )
+        return self.neural[DRAFT]
+
+    def cost_table(self, what: str, instead: str, drafter: str) -> CostTable:
         if self.costs is None:
             raise DecodingError(f"{what} needs a cost table: run `switchsd profile`, or use {instead}")
-        return self.costs()
+        return self.costs(drafter)
 
 
 @dataclass(frozen=True)
@@ -195,8 +227,25 @@ class Mode:
     name: str
     summary: str
     lossless: bool
-    """True: the text is the target's own."""
-    build: Callable[[Parts], Plan]
+    """True: the text is the target's own; where it was sampled by rejection, in law."""
+    make: Callable[[Parts], Plan]
+    neural: str = "none"
+    """Name of the neural drafter that it uses; "chosen": the one of the settings."""
+    refuses_rejection: str = ""
+    """Why drafts cannot be accepted by rejection sampling; empty where they can."""
+
+    def build(self, parts: Parts) -> Plan:
+        """Raises DecodingError where the parts or the settings do not allow it."""
+        if parts.settings.acceptance == "rejection" and self.refuses_rejection:
+            raise DecodingError(
+                f"acceptance=rejection is not for mode {self.name!r}: {self.refuses_rejection}; use acceptance=keyed, "
+                "or mode sd"
+            )
+        return self.make(parts)
+
+    def side(self, settings: ModeSettings) -> str:
+        """Name of the neural drafter that it uses under these settings, or none."""
+        return settings.neural if self.neural == "chosen" else self.neural
 
 
 def _ar(parts: Parts) -> Plan:
@@ -209,24 +258,38 @@ def _copy(parts: Parts) -> Plan:
 
 
 def _eagle(parts: Parts) -> Plan:
-    choice = parts.neural_choice()
-    if choice is None or parts.neural is None:
+    if EAGLE not in parts.neural:
         raise DecodingError(
             f"mode 'eagle' needs an EAGLE head for {parts.target.name}, and none is in use: "
-            "name one as the drafter (and leave neural at eagle), or use mode copy, switchsd or ar"
+            "name one as the drafter, or use mode copy, switchsd or ar"
         )
-    return Plan(Always(choice), (parts.neural,))
+    return Plan(Always(parts.choice(EAGLE)), (parts.neural[EAGLE],))
+
+
+def _sd(parts: Parts) -> Plan:
+    drafter = parts.draft_model("mode 'sd'")
+    gate = Always(parts.choice(DRAFT))
+    if parts.settings.acceptance == "keyed":
+        return Plan(gate, (drafter,))
+    if not isinstance(drafter, DraftModelDrafter):
+        raise DecodingError("acceptance=rejection needs a draft model that tells what it draws from: use keyed")
+    return Plan(gate, (drafter.drawing("own"),), verifier=RejectionVerifier())
 
 
 def _switchsd(parts: Parts) -> Plan:
     s = parts.settings
-    drafter, copy = parts.copy()
-    neural = parts.neural_choice()
-    drafters: tuple[Drafter, ...] = (drafter,) if neural is None or parts.neural is None else (drafter, parts.neural)
     if s.gate == "never":
         return Plan(Never())
+    drafter, copy = parts.copy()
+    neural = parts.neural_choice()
     if s.gate == "always":
-        return _eagle(parts)
+        if neural is None:
+            raise DecodingError(
+                f"gate 'always' lets the neural side draft at every step, and {parts.target.name} has none in use: "
+                "name an EAGLE head or a draft model, or use another gate"
+            )
+        return Plan(Always(neural), (parts.neural[neural.name],))
+    drafters: tuple[Drafter, ...] = (drafter,) if neural is None else (drafter, parts.neural[neural.name])
     if s.gate == "match":
         return Plan(MatchLengthGate(copy, neural), drafters)
     if s.gate == "bandit":
@@ -248,13 +311,24 @@ def _switchsd(parts: Parts) -> Plan:
     return Plan(ProbeGate(copy, neural, tau), drafters, parts.probe)
 
 
+COPIES = "copied drafts are certain and branch, and rejection sampling judges chains that were drawn from a law"
+TREES = "an EAGLE head drafts trees of its best tokens, and rejection sampling judges chains that were drawn from a law"
+
 MODES: dict[str, Mode] = {
     mode.name: mode
     for mode in (
         Mode("ar", "the target alone, one token a step", True, _ar),
-        Mode("copy", "copies wherever a suffix match exists", True, _copy),
-        Mode("eagle", "drafts with an EAGLE head at every step", True, _eagle),
-        Mode("switchsd", "copies where a probe says that the target will, else drafts with a head", True, _switchsd),
+        Mode("copy", "copies wherever a suffix match exists", True, _copy, refuses_rejection=COPIES),
+        Mode("eagle", "drafts with an EAGLE head at every step", True, _eagle, EAGLE, TREES),
+        Mode("sd", "drafts with a small draft model at every step", True, _sd, DRAFT),
+        Mode(
+            "switchsd",
+            "copies where a probe says that the target will, else drafts with a head or a draft model",
+            True,
+            _switchsd,
+            "chosen",
+            COPIES,
+        ),
     )
 }
 

@@ -49,6 +49,18 @@ class Rows:
             self._row[request] = at
             self.requests.append(request)
 
+    def widen(self, most: int) -> None:
+        """Room for that many rows."""
+        have = self.cache.rows
+        if most > have:
+            self.cache.select([*range(have), *[0] * (most - have)])
+            self.cache.lengths[have:] = [0] * (most - have)
+
+    def pass_on(self, before: Request, request: Request) -> None:
+        """The request takes over the row of another one, with what it holds."""
+        row = self._row[request] = self._row.pop(before)
+        self.requests[row] = request
+
     def leave(self, requests: Sequence[Request]) -> None:
         """Rows are given up, and the last ones move into the gaps; requests without a row have none to give. Without
         another to move there, what a row held stays in it until it is prefilled."""

@@ -48,6 +48,8 @@ class Verifier:
     """
 
     lossless = True
+    keyed = True
+    """The text is the one that the target writes alone at the same seed, not only one of the same law."""
 
     def pick(self, group: Request) -> Request | None:
         """Once all particles of a group have ended, the one whose text is the request's."""
@@ -92,8 +94,8 @@ class Verifier:
         found = list(zip(paths, pending, strict=True))
         scores: list[list[float]] = [[] for _ in found]
         if intent is not None:
-            scores = _columns(intent(torch.tensor([path[-1] + 1 if path else 0 for path, _ in found]))).tolist()
-        return [Verdict(path, chosen, *_split(score)) for (path, chosen), score in zip(found, scores, strict=True)]
+            scores = columns(intent(torch.tensor([path[-1] + 1 if path else 0 for path, _ in found]))).tolist()
+        return [Verdict(path, chosen, *split(score)) for (path, chosen), score in zip(found, scores, strict=True)]
 
     def _accept_at_once(
         self, trees: Sequence[DraftTree], logits: torch.Tensor, requests: Sequence[Request], intent: Intent | None
@@ -125,19 +127,20 @@ class Verifier:
         best = (accepted * depths).argmax(-1)  # 0, the pending token itself, where nothing is accepted
         outcome = [best[:, None].double(), chosen.gather(1, best[:, None]).double()]
         if intent is not None:
-            outcome.append(_columns(intent(best)).double())
+            outcome.append(columns(intent(best)).double())
         verdicts = []
         for tree, (slot, pending, *score) in zip(trees, torch.cat(outcome, 1).tolist(), strict=True):
             path = list(tree.ancestors[int(slot) - 1]) if slot else []
-            verdicts.append(Verdict(path, int(pending), *_split(score)))
+            verdicts.append(Verdict(path, int(pending), *split(score)))
         return verdicts
 
 
-def _columns(read: torch.Tensor) -> torch.Tensor:
+def columns(read: torch.Tensor) -> torch.Tensor:
+    """What was read at the anchors [B] or [B, n], as [B, n]."""
     return read[:, None] if read.dim() == 1 else read
 
 
-def _split(score: Sequence[float]) -> tuple[float | None, tuple[float, ...]]:
+def split(score: Sequence[float]) -> tuple[float | None, tuple[float, ...]]:
     """Copy intent and the other readings; no intent is nan among other readings."""
     if not score:
         return None, ()

@@ -14,10 +14,10 @@ from typing import Literal
 
 from activations.packaged import cache_dir
 
-Kind = Literal["probe", "eagle", "lengths"]
-PACKAGE = {"probe": "probes", "eagle": "decoding", "lengths": "probes"}
-CONFIGS = {"probe": "config.json", "eagle": "config.json", "lengths": "lengths.json"}
-FOLDERS = {"eagle": "eagle3", "lengths": "lengths"}
+Kind = Literal["probe", "eagle", "draft", "lengths"]
+PACKAGE = {"probe": "probes", "eagle": "decoding", "draft": "decoding", "lengths": "probes"}
+CONFIGS = {"probe": "config.json", "eagle": "config.json", "draft": "draft.json", "lengths": "lengths.json"}
+FOLDERS = {"eagle": "eagle3", "draft": "draft", "lengths": "lengths"}
 
 
 def slug(target: str) -> str:

@@ -109,6 +109,7 @@ FAILURES = (
     "EngineError",
     "ProbeError",
     "HeadError",
+    "DraftError",
     "CostError",
     "MissingModel",
     "PeerError",

@@ -13,7 +13,7 @@ from decoding.decoder import Decoder, Event, Generation
 from decoding.modes import MODES
 from switchsd.show import colour, notes, out
 
-WHO = {"target": "the target itself", "copy": "copied", "eagle": "EAGLE head"}
+WHO = {"target": "the target itself", "copy": "copied", "eagle": "EAGLE head", "draft": "draft model"}
 
 
 def show_events(decoder: Decoder, events: Generator[Event, None, None], mode: str) -> bool:

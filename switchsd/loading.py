@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,10 @@ if TYPE_CHECKING:
     from activations.corpus import Prompt
     from activations.target import Target
     from decoding.decoder import Decoder
+    from decoding.draft.drafter import DraftModelDrafter
+    from decoding.drafters import Drafter, Drafters
     from decoding.eagle.drafter import EagleDrafter
+    from decoding.modes import ModeSettings
     from probes.artifact import Probe
     from probes.length_head import LengthHead
     from switchsd.artifacts import Kind
@@ -38,6 +42,7 @@ def load(
     probe: str | os.PathLike[str] | Probe | None = AUTO,
     drafter: str | os.PathLike[str] | None = AUTO,
     *,
+    draft: str | os.PathLike[str] | None = AUTO,
     neural: str = "eagle",
     dtype: str = "auto",
     device: str | None = None,
@@ -49,8 +54,10 @@ def load(
 
     target: an alias (`smollm2`, `gemma3-270m`), a hub id, a folder, or a loaded `Target`.
     probe, drafter: a folder (a hub id for a probe), None for none, or "auto": the one made on this machine or shipped
-        for this target, and none if there is none.
-    neural: the neural side: "eagle", or "none" (only copying is drafted).
+        for this target, and none if there is none. `drafter` is an EAGLE head.
+    draft: a draft model: a folder that `switchsd train draft` made, another language model with the target's tokenizer
+        (a hub id or a folder), None, or "auto".
+    neural: the neural side of mode switchsd: "eagle", "draft", or "none" (only copying is drafted).
     dtype, device, device_map, quantization: as `activations.target.load_target` takes them.
     settings: fields of `decoding.modes.ModeSettings`: kappa, candidates, gate, tau, ...
     """
@@ -71,7 +78,7 @@ def load(
     return Decoder(
         loaded,
         probe=_probe(loaded, probe),
-        neural=_eagle(loaded, drafter) if neural == "eagle" else None,
+        neural=_neural(loaded, drafter, draft),
         settings=chosen,
         lengths=_lengths(loaded)
         if probe == AUTO or chosen.gate == "cost"
@@ -98,27 +105,69 @@ def _probe(target: Target, probe: str | os.PathLike[str] | Probe | None) -> Prob
     return loaded
 
 
-def _eagle(target: Target, drafter: str | os.PathLike[str] | None) -> EagleDrafter | None:
-    folder = first_fitting("eagle", target) if drafter == AUTO else None if drafter is None else Path(drafter)
-    if folder is None:
-        return None
+def _neural(target: Target, eagle: str | os.PathLike[str] | None, draft: str | os.PathLike[str] | None) -> Drafters:
+    """The neural drafters. What was named is loaded now, and refused now; what fits by itself when it is used."""
+    from decoding.drafters import Drafters
+
+    makers: dict[str, Callable[[], Drafter]] = {}
+    for name, asked, load_one in (("eagle", eagle, _eagle), ("draft", draft, _draft)):
+        if asked == AUTO:
+            folder = first_fitting(name, target)  # type: ignore[arg-type]
+            if folder is not None:
+                makers[name] = partial(load_one, target, folder)
+        elif asked is not None:
+            makers[name] = partial(_same, load_one(target, asked))
+    return Drafters(makers)
+
+
+def _same(made: Drafter) -> Drafter:
+    return made
+
+
+def _eagle(target: Target, source: str | os.PathLike[str]) -> EagleDrafter:
     from decoding.eagle.drafter import EagleDrafter
     from decoding.eagle.formats import load_head
-    from decoding.eagle.head import ChoiceError
 
-    theirs, mine = made_for(folder), target.fingerprint.to_dict()
-    if isinstance(theirs, dict) and theirs != mine:  # a published head does not say
-        different = "; ".join(f"{k}: {theirs.get(k)} and {v}" for k, v in mine.items() if theirs.get(k) != v)
-        raise ChoiceError(
-            f"the head in {folder} was trained for another target than {target.name} ({different}): "
-            "choose the one that was trained for it, or use --neural none"
-        )
+    folder = Path(source)
+    theirs = made_for(folder)
+    _check_made_for("head", theirs, target, folder, "--neural none")  # a published head does not say
     head = load_head(folder, target.vocab_size)
     if theirs is None:  # nobody has vouched for it
         from decoding.eagle.selfcheck import ensure_head
 
         ensure_head(target, head, folder)
     return EagleDrafter(target, head)
+
+
+def _draft(target: Target, source: str | os.PathLike[str]) -> DraftModelDrafter:
+    """From a folder that `switchsd train draft` made, or any language model's folder or hub id."""
+    from activations.target import TargetError
+    from decoding.draft.drafter import DraftModelDrafter
+    from decoding.draft.model import DraftError, independent, load_draft
+    from decoding.eagle.head import ChoiceError
+    from switchsd.artifacts import CONFIGS
+
+    folder, config = Path(source), CONFIGS["draft"]
+    if (folder / config).is_file():
+        _check_made_for("draft model", made_for(folder, config), target, folder, "another --draft")
+        return DraftModelDrafter(target, load_draft(folder, target))
+    try:
+        return DraftModelDrafter(target, independent(source, target))
+    except (DraftError, TargetError) as error:
+        raise ChoiceError(f"{os.fspath(source)!r} cannot draft: {error}") from error
+
+
+def _check_made_for(what: str, theirs: Any, target: Target, folder: Path, instead: str) -> None:
+    """Raise ChoiceError where files say that they were made for another target."""
+    from decoding.eagle.head import ChoiceError
+
+    mine = target.fingerprint.to_dict()
+    if isinstance(theirs, dict) and theirs != mine:
+        different = "; ".join(f"{k}: {theirs.get(k)} and {v}" for k, v in mine.items() if theirs.get(k) != v)
+        raise ChoiceError(
+            f"the {what} in {folder} was trained for another target than {target.name} ({different}): "
+            f"choose the one that was trained for it, or use {instead}"
+        )
 
 
 def first_fitting(kind: Kind, target: Target) -> Path | None:
@@ -144,10 +193,23 @@ def measure_costs(decoder: Decoder, modes: Iterable[str]) -> None:
     slash, as in a benchmark's columns) reads it."""
     from switchsd.show import bar
 
-    if decoder.costs_known or all(mode.split("/")[0] in ("ar", "copy") for mode in modes):
+    sides = {side for mode in modes if (side := _side(mode, decoder.settings)) is not None}
+    drafters = sorted(sides & set(decoder.neural))
+    if not sides or decoder.costs_known(*drafters):
         return
     with bar("measuring what a step costs (once, about 12 s)"):
-        decoder.costs()
+        decoder.costs(*drafters)
+
+
+def _side(column: str, settings: ModeSettings) -> str | None:
+    """The neural side of a mode that may read the cost table; None for one that does not."""
+    from decoding.modes import get_mode
+
+    mode, *changes = column.split("/")
+    if mode in ("ar", "copy"):
+        return None
+    named = [c.removeprefix("neural=") for c in changes if c.startswith("neural=")]
+    return named[-1] if named and get_mode(mode).neural == "chosen" else get_mode(mode).side(settings)
 
 
 def chosen_prompts(source: str | os.PathLike[str] | None, split: str | None, **how: Any) -> list[Prompt]:

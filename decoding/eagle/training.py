@@ -15,20 +15,19 @@ every optimizer step (`decoding.eagle.workers`).
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from activations.provenance import provenance
 from activations.sites import last_site
@@ -38,6 +37,8 @@ from decoding.eagle.formats import load_head
 from decoding.eagle.growth import grown
 from decoding.eagle.head import EagleHead, HeadConfig, HeadError
 from decoding.eagle.workers import Workers
+from decoding.training import Document, frequent_tokens, keep, learning_rate, padded, restore
+from decoding.training import documents as whole_texts
 
 
 @dataclass(frozen=True)
@@ -162,58 +163,15 @@ def _copy_norm(norm: Any, weight: torch.Tensor) -> None:
     weight.copy_(norm(torch.ones_like(norm.weight)) if "RMS" in type(norm).__name__ else norm.weight)
 
 
-def draft_vocabulary(
-    stores: Sequence[CaptureStore], size: int, kept: torch.Tensor | None = None
-) -> tuple[torch.Tensor, float]:
-    """The most frequent written tokens (increasing ids), those to be kept among them whatever their number, and the
-    share of the text that they cover."""
-    counts = np.zeros(0, dtype=np.int64)
-    for store in stores:
-        for shard in range(len(store.shards)):
-            rows = store.shard_rows(shard)
-            fresh = np.bincount(rows["pending"][rows["loss_mask"]])
-            counts = np.pad(counts, (0, max(0, len(fresh) - len(counts))))
-            counts[: len(fresh)] += fresh
-    ranked = np.argsort(-counts, kind="stable")
-    if kept is not None:
-        counts = np.pad(counts, (0, max(0, int(kept.max()) + 1 - len(counts))))
-        ranked = np.concatenate([kept.numpy(), ranked[~np.isin(ranked, kept.numpy())]])
-        size = max(size, len(kept))
-    chosen = np.sort(ranked[:size])
-    return torch.from_numpy(chosen), float(counts[chosen].sum() / counts.sum())
-
-
-def documents(store: CaptureStore, shard: int, sites: Sequence[str]) -> list[dict[str, torch.Tensor]]:
+def documents(store: CaptureStore, shard: int, sites: Sequence[str]) -> list[Document]:
     """The documents of a shard as tensors; `sites` are the head's and the last one."""
-    rows = store.shard_rows(shard)
-    features = torch.cat([store.shard_states(shard, s) for s in sites[:-1]], dim=-1)
-    last = store.shard_states(shard, sites[-1])
-    cuts = [*np.flatnonzero(np.diff(rows["document"], prepend=-1)).tolist(), len(rows["document"])]
-    out = []
-    for a, b in itertools.pairwise(cuts):
-        if b - a > 8:
-            pending = torch.from_numpy(rows["pending"][a:b].astype(np.int64))
-            written = torch.from_numpy(rows["loss_mask"][a:b].copy())
-            out.append({"features": features[a:b], "pending": pending, "last": last[a:b], "written": written})
-    return out
+    return whole_texts(store, shard, {"features": sites[:-1], "last": sites[-1:]})
 
 
-def batches(docs: list[dict[str, torch.Tensor]], budget: int) -> Iterator[Batch]:
-    """Pad documents of similar length together, at most `budget` rows a batch."""
-    group: list[dict[str, torch.Tensor]] = []
-    for doc in [*sorted(docs, key=lambda d: len(d["pending"])), None]:
-        if group and (doc is None or (len(group) + 1) * len(doc["pending"]) > budget):
-            length = len(group[-1]["pending"])
-
-            def pad(name: str, group: list = group, length: int = length) -> torch.Tensor:
-                return torch.stack(
-                    [F.pad(d[name], (0,) * (2 * d[name].dim() - 1) + (length - len(d[name]),)) for d in group]
-                )
-
-            yield Batch(pad("features"), pad("pending"), pad("last"), pad("written"))
-            group = []
-        if doc is not None:
-            group.append(doc)
+def batches(docs: list[Document], budget: int) -> Iterator[Batch]:
+    """Documents of similar length together, at most `budget` rows a batch."""
+    for batch in padded(docs, budget):
+        yield Batch(**{field.name: batch[field.name] for field in fields(Batch)})
 
 
 def unroll(
@@ -291,9 +249,7 @@ def loss_of(results: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], deca
     return total / max(weights, 1e-9)
 
 
-def evaluate(
-    head: EagleHead, target: Target, docs: list[dict[str, torch.Tensor]], config: EagleTrainConfig
-) -> dict[str, object]:
+def evaluate(head: EagleHead, target: Target, docs: list[Document], config: EagleTrainConfig) -> dict[str, object]:
     """Loss, and per step the share of rows at which the head's first choice is the target's.
 
     Rows whose next token is not in the draft vocabulary are misses.
@@ -340,7 +296,7 @@ def train(
         tokens = load_file(tensors)["draft_tokens"]
     else:
         kept = first.draft_tokens if first is not None else None
-        tokens, coverage = draft_vocabulary(opened, config.draft_vocabulary, kept)
+        tokens, coverage = frequent_tokens(opened, config.draft_vocabulary, kept)
         state = {"rows": 0, "updates": 0, "seconds": 0.0, "coverage": coverage}
     # Another order after each resumption: the run must not begin with the same shards again.
     random_ = random.Random(f"{config.seed}:{state['updates']}")
@@ -359,8 +315,9 @@ def train(
         if lacks:
             raise HeadError(f"the head reads {', '.join(lacks)}, and {store.folder} holds no states of it")
     optimizer = torch.optim.AdamW(head.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    weights = {f"head.{name}": p for name, p in head.named_parameters()}
     if tensors.is_file():
-        _restore(head, optimizer, load_file(tensors))
+        restore(load_file(tensors), weights, optimizer)
     held_out = documents(opened[0], 0, sites)[: config.validation_documents]
     started, saved, losses = time.monotonic(), time.monotonic(), []
     workers.agree(head.parameters())  # all have read the state before the first one writes it
@@ -379,10 +336,8 @@ def train(
             random_.shuffle(ready)
             size = workers.count * config.accumulate
             for group in (ready[k : k + size] for k in range(0, len(ready), size)):
-                progress = min(1.0, state["rows"] / config.tokens)
-                warm = min(1.0, progress / 0.02 + 0.05)
                 for part in optimizer.param_groups:
-                    part["lr"] = config.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * progress))
+                    part["lr"] = learning_rate(config.learning_rate, min(1.0, state["rows"] / config.tokens))
                 optimizer.zero_grad()
                 for batch in workers.share(group):
                     batch = batch.to(target.device, config.precision == "float32")
@@ -409,7 +364,7 @@ def train(
                     **evaluate(head, target, held_out, config),
                 }
                 losses = []
-                _keep(run, state, head, optimizer, tokens)
+                keep(run, state, weights, optimizer, draft_tokens=tokens)
                 with (run / "log.jsonl").open("a") as log:
                     log.write(json.dumps(record) + "\n")
                 yield record
@@ -451,27 +406,3 @@ def train(
 
 def _precision(target: Target, config: EagleTrainConfig) -> torch.autocast:
     return torch.autocast(target.device.type, dtype=torch.bfloat16, enabled=config.precision == "bf16")
-
-
-def _keep(run: Path, state: dict, head: EagleHead, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
-    tensors = {"draft_tokens": tokens}
-    for index, (name, parameter) in enumerate(head.named_parameters()):
-        tensors[f"head.{name}"] = parameter.detach()
-        moments = optimizer.state_dict()["state"].get(index, {})
-        tensors.update({f"optimizer.{index}.{k}": v for k, v in moments.items()})
-    save_file(tensors, run / "state.safetensors.tmp")
-    (run / "state.safetensors.tmp").replace(run / "state.safetensors")
-    write_json(run / "state.json", state)
-
-
-def _restore(head: EagleHead, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
-    moments: dict[int, dict[str, torch.Tensor]] = {}
-    with torch.no_grad():
-        for name, parameter in head.named_parameters():
-            parameter.copy_(tensors[f"head.{name}"])
-    for name, value in tensors.items():
-        if name.startswith("optimizer."):
-            _, index, key = name.split(".")
-            moments.setdefault(int(index), {})[key] = value
-    if moments:
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})

@@ -39,6 +39,10 @@ def bench(
     target: Annotated[str, typer.Option(help="An alias, a hub id or a folder.")] = "smollm2",
     probe: Annotated[str, typer.Option(help="Folder, shipped name or hub id of a probe; auto: one that fits.")] = AUTO,
     drafter: Annotated[str, typer.Option(help="Folder of an EAGLE-3 head; auto: one that fits.")] = AUTO,
+    draft: Annotated[
+        str,
+        typer.Option(help="A draft model: a folder, or any model with the target's tokenizer; auto: one that fits."),
+    ] = AUTO,
     replay: Annotated[
         Path | None,
         typer.Option(
@@ -57,7 +61,7 @@ def bench(
         chosen = sum(p.key.startswith(f"{name}:") for p in prompts)
         notes.print(f"{name}: {chosen} embedded prompts, all held out; those that were trained on are left out")
     with bar(f"loading {target}"):
-        decoder = load(target, probe, drafter, **asdict(loading), **asdict(settings))
+        decoder = load(target, probe, drafter, draft=draft, **asdict(loading), **asdict(settings))
     if INSTALLED in config.baselines:
         named = [b for b in config.baselines if b != INSTALLED]
         found, missing = installed([p for p in PEERS if p not in named], peers, decoder.target)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from decoding.decoder import Generation
 
 PROMPTS = {"train": 45, "validation": 15}
-MODES = ("ar", "eagle", "switchsd")
+MODES = ("ar", "eagle", "sd", "switchsd")
 
 
 def demo(
@@ -76,7 +76,8 @@ def _demo(name: str, folder: Path, max_new_tokens: int, json: bool) -> None:
         notes.print(f"  {'every anchor' if scope == 'all' else 'anchors with a suffix match'}: {area:.3f}")
 
     decoder = load(target, probe)
-    modes = [m for m in MODES if m != "eagle" or decoder.neural is not None]
+    needs = {"eagle": "eagle", "sd": "draft"}
+    modes = [m for m in MODES if needs.get(m) is None or needs[m] in decoder.neural]
     if "eagle" not in modes:
         notes.print(f"no EAGLE-3 head for {name}: mode eagle is left out, and switchsd drafts by copying only")
     made: dict[tuple[str, str], Generation] = {}

@@ -108,7 +108,7 @@ def artifacts() -> list[dict[str, Any]]:
     return [
         {"kind": kind, "target": name, "folder": str(folder)}
         for name in names
-        for kind in ("probe", "eagle")
+        for kind in ("probe", "eagle", "draft")
         for folder in candidates(kind, name)  # type: ignore[arg-type]
     ]
 

@@ -32,6 +32,10 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends the generation. Repeatable.")] = None,
     probe: Annotated[str, typer.Option(help="Folder, shipped name or hub id of a probe; auto: one that fits.")] = AUTO,
     drafter: Annotated[str, typer.Option(help="Folder of an EAGLE-3 head; auto: one that fits.")] = AUTO,
+    draft: Annotated[
+        str,
+        typer.Option(help="A draft model: a folder, or any model with the target's tokenizer; auto: one that fits."),
+    ] = AUTO,
     trace: Annotated[Path | None, typer.Option(help="Write one record a step to this Parquet file.")] = None,
     json: AsJson = False,
 ) -> None:
@@ -43,7 +47,7 @@ def generate(
     text = read_prompt(prompt, file)
     messages = [{"role": "system", "content": system}, {"role": "user", "content": text}] if system else text
     with bar(f"loading {target}"):
-        decoder = load(target, probe, drafter, **asdict(loading), **asdict(settings))
+        decoder = load(target, probe, drafter, draft=draft, **asdict(loading), **asdict(settings))
     measure_costs(decoder, (mode,))
     options: dict[str, Any] = {
         "mode": mode, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k,

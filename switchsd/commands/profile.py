@@ -20,6 +20,10 @@ def profile(
     target: Annotated[str, typer.Argument(help="An alias, a hub id or a folder.")] = "smollm2",
     file: Annotated[Path | None, typer.Option("--out", help="Where to write costs.json; by default the cache.")] = None,
     seconds: Annotated[float, typer.Option(help="Time to spend.")] = 20.0,
+    draft: Annotated[
+        str,
+        typer.Option(help="A draft model: a folder, or any model with the target's tokenizer; auto: one that fits."),
+    ] = AUTO,
     json: AsJson = False,
 ) -> None:
     """Measure what each part of a step costs on this machine."""
@@ -28,10 +32,11 @@ def profile(
     if file is not None:
         check_output(file)
     with bar(f"loading {target}"):
-        decoder = load(target, AUTO, AUTO, **asdict(loading))
+        decoder = load(target, draft=draft, **asdict(loading))
+        drafters = list(decoder.neural.values())
     with bar(f"measuring for about {seconds:.0f} s"):
-        costs = measure(decoder.target, decoder.neural, decoder.probe, seconds)
-    where = file or costs_file(decoder.target, decoder.neural)
+        costs = measure(decoder.target, drafters, decoder.probe, seconds)
+    where = file or costs_file(decoder.target)
     costs.save(where)
     if json:
         as_json({"file": str(where), **asdict(costs)})

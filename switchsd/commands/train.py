@@ -1,13 +1,14 @@
-"""`switchsd train`: a probe, or an EAGLE-3 head, from capture stores."""
+"""`switchsd train`: a probe, an EAGLE-3 head, or a draft model, from capture stores."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from decoding.draft.training import DraftTrainConfig
 from decoding.eagle.training import EagleTrainConfig
 from decoding.lengths import LengthTrainConfig
 from probes.study import StudyConfig
@@ -15,6 +16,9 @@ from probes.train import TrainConfig
 from switchsd.loading import LoadConfig
 from switchsd.options import UsageError, check_folder
 from switchsd.show import AsJson, as_json, bar, notes, out
+
+if TYPE_CHECKING:
+    from activations.target import Target
 
 
 def eagle(
@@ -34,8 +38,7 @@ def eagle(
     json: AsJson = False,
 ) -> None:
     """Train an EAGLE-3 head on text that the target wrote; on several devices under `accelerate launch`."""
-    from activations.store import CaptureStore
-    from activations.target import Fingerprint, load_target
+    from activations.target import load_target
     from decoding.eagle.formats import read_config
     from decoding.eagle.training import train
     from decoding.eagle.workers import Workers
@@ -46,22 +49,11 @@ def eagle(
 
     if folder is not None:
         check_folder(folder)
-    for store in stores:  # a wrong one is told before the model is loaded
-        opened = CaptureStore.open(store)
-        if opened.manifest.get("selection") != "all":
-            raise UsageError(f"{store} does not hold whole texts, which a head needs: make one with `switchsd write`")
-        with bar(f"checking {store}"):
-            opened.verify()
+    check_texts(stores)  # a wrong one is told before the model is loaded
     workers = Workers()
     with bar(f"loading {target}"):
         model = load_target(target, **asdict(loading))
-    for store in stores:
-        difference = model.fingerprint.mismatch(Fingerprint(**CaptureStore.open(store).manifest["target"]))
-        if difference:
-            raise UsageError(
-                f"the text in {store} was written by another target than {target} ({'; '.join(difference)}): "
-                "name that target, or another store"
-            )
+    check_writer(stores, model)
     where = folder or cached("eagle", model.name)
     record: dict[str, object] = {}
     try:
@@ -78,6 +70,86 @@ def eagle(
         as_json({"folder": str(where), **record})
         return
     out.print(f"{where}: loss {record.get('loss')}, agreement with the target by draft step {record.get('agreement')}")
+
+
+def draft(
+    stores: Annotated[
+        list[Path], typer.Argument(help="Capture stores, as `switchsd write` makes them; one given twice counts twice.")
+    ],
+    config: DraftTrainConfig,
+    loading: LoadConfig,
+    target: Annotated[str, typer.Option(help="An alias, a hub id or a folder.")] = "smollm2",
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="Where the draft model goes; by default where `generate` finds it.")
+    ] = None,
+    cut: Annotated[
+        str | None, typer.Option(help="The target's blocks to begin from, by number: 0,29. Default: --blocks of them.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Train a draft model, a few of the target's own blocks, on text that the target wrote."""
+    from activations.target import load_target
+    from decoding.draft.training import train
+    from switchsd.artifacts import cached
+
+    chosen = None if cut is None else block_numbers(cut)
+    if folder is not None:
+        check_folder(folder)
+    check_texts(stores)
+    with bar(f"loading {target}"):
+        model = load_target(target, **asdict(loading))
+    check_writer(stores, model)
+    where = folder or cached("draft", model.name)
+    record: dict[str, object] = {}
+    try:
+        with bar("training rows", config.tokens) as progress:
+            for record in train(model, stores, where, config, chosen):
+                progress.to(min(int(str(record["rows"])), config.tokens))
+                notes.print(" ".join(f"{k}={v}" for k, v in record.items()))
+    except KeyboardInterrupt:
+        notes.print(f"\nstopped; run the same command again to go on from the last state in {where / 'run'}")
+        raise
+    if json:
+        as_json({"folder": str(where), **record})
+        return
+    told = ", ".join(f"{name} {record.get(name)}" for name in ("agreement", "acceptance", "cross_entropy"))
+    out.print(f"{where}: with the target over its whole vocabulary: {told}")
+
+
+def block_numbers(text: str) -> list[int]:
+    """`0,29` as numbers."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--cut {text!r} is no list of block numbers: write 0,29") from None
+
+
+def check_texts(stores: list[Path]) -> None:
+    """Refuse stores that do not hold whole texts, or are damaged."""
+    from activations.store import CaptureStore
+
+    for store in stores:
+        opened = CaptureStore.open(store)
+        if opened.manifest.get("selection") != "all":
+            raise UsageError(
+                f"{store} does not hold whole texts, which a drafter learns from: make one with `switchsd write`"
+            )
+        with bar(f"checking {store}"):
+            opened.verify()
+
+
+def check_writer(stores: list[Path], target: Target) -> None:
+    """Refuse stores that another target wrote."""
+    from activations.store import CaptureStore
+    from activations.target import Fingerprint
+
+    for store in stores:
+        difference = target.fingerprint.mismatch(Fingerprint(**CaptureStore.open(store).manifest["target"]))
+        if difference:
+            raise UsageError(
+                f"the text in {store} was written by another target than {target.name} ({'; '.join(difference)}): "
+                "name that target, or another store"
+            )
 
 
 def probe(
@@ -162,4 +234,4 @@ def lengths(
         out.print(f"{drafter}: " + ", ".join(f"{k} {v}" for k, v in found.items()), markup=False, soft_wrap=True)
 
 
-SUBCOMMANDS = (probe, eagle, lengths)
+SUBCOMMANDS = (probe, eagle, draft, lengths)

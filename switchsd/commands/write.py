@@ -65,4 +65,4 @@ def write(
     out.print(f"{store}: {found['documents']} documents, {found['tokens']} tokens written by {target}")
     if benchmark:
         out.print(f"{found['contaminated']} more were dropped: they share 13 words in a row with a benchmark file")
-    out.print(f"Next: switchsd train eagle {store}")
+    out.print(f"Next: switchsd train eagle {store}, or switchsd train draft {store}")

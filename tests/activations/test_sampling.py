@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import kstest
 
-from activations.sampling import Sampling, gumbel
+from activations.sampling import Sampling, gumbel, uniform
 
 
 def reference_law(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
@@ -101,3 +102,34 @@ def test_greedy_takes_the_largest() -> None:
 def test_bad_settings_are_named(options: dict[str, float], name: str) -> None:
     with pytest.raises(ValueError, match=name):
         Sampling(**options)  # type: ignore[arg-type]
+
+
+# -- streams ----------------------------------------------------------------------------------------
+
+
+def test_a_stream_has_a_noise_of_its_own() -> None:
+    key, tokens = torch.arange(4000), torch.arange(2)
+    own, draft = gumbel(1, key, key, tokens), gumbel(1, key, key, tokens, "draft")
+    assert torch.equal(draft, gumbel(1, key, key, tokens, "draft"))
+    for other in (own, gumbel(1, key, key, tokens, "accept"), gumbel(2, key, key, tokens, "draft")):
+        assert abs(float(torch.corrcoef(torch.stack([draft.flatten(), other.flatten()]))[0, 1])) < 0.05
+
+
+def test_uniform_numbers_are_uniform_and_keyed() -> None:
+    n = 20_000
+    zeros, positions = torch.zeros(n, dtype=torch.long), torch.arange(n)
+    drawn = uniform(3, zeros, positions, "accept")
+    assert drawn.shape == (n,) and bool(((drawn > 0) & (drawn < 1)).all())
+    assert kstest(drawn.numpy(), "uniform").pvalue > 1e-3
+    assert torch.equal(uniform(3, zeros[:5], positions[7:12], "accept"), drawn[7:12])
+
+
+def test_a_law_draws_what_next_tokens_draws() -> None:
+    logits = torch.randn(6, 20, generator=torch.Generator().manual_seed(0))
+    requests, positions = torch.arange(6), torch.arange(6) + 9
+    for sampling in (Sampling(0.8, seed=2), Sampling(1.0, top_k=5), Sampling(1.3, top_p=0.6), Sampling(1.0, 6, 0.7)):
+        law = sampling.law(logits)
+        places = law.draw(sampling.seed, requests, positions, "x")
+        ids = law.ids(places)
+        assert torch.equal(ids, sampling.next_tokens(logits, requests, positions, "x"))
+        assert torch.equal(law.full().gather(1, ids[:, None]), law.logits.gather(1, places[:, None]))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from decoding import costs, decoder
+from activations.target import Target
+from decoding import costs
 
 MEASURED = costs.costs_file
 
@@ -17,6 +19,7 @@ def cost_tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def own_cost_tables(cost_tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (costs, decoder):
-        monkeypatch.setattr(module, "costs_file", lambda *parts: cost_tables / MEASURED(*parts).name)
+def own_cost_tables(cost_tables: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Target], Path]:
+    """Gives the function that it replaces."""
+    monkeypatch.setattr(costs, "costs_file", lambda target: cost_tables / MEASURED(target).name)
+    return MEASURED

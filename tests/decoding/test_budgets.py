@@ -70,11 +70,11 @@ def test_trees_are_priced_where_there_is_a_cost_table(small_target: Callable[...
     target = small_target()
     drafter = EagleDrafter(target, random_head(), sites=("resid_pre.1", "resid_pre.2", "resid_pre.3"))
     chosen = ModeSettings(neural_tree="priced", neural_nodes=8, neural_depth=3)
-    choice = Parts(target, chosen, neural=drafter, costs=lambda: TABLE).neural_choice()
+    choice = Parts(target, chosen, neural={"eagle": drafter}, costs=lambda _: TABLE).neural_choice()
     assert choice is not None and choice.budget == PricedBudget.of(TABLE, "eagle", 8, 3)
     for parts in (
-        Parts(target, replace(chosen, neural_tree="fixed"), neural=drafter, costs=lambda: TABLE),
-        Parts(target, chosen, neural=drafter),
+        Parts(target, replace(chosen, neural_tree="fixed"), neural={"eagle": drafter}, costs=lambda _: TABLE),
+        Parts(target, chosen, neural={"eagle": drafter}),
     ):
         fixed = parts.neural_choice()
         assert fixed is not None and fixed.budget == FixedBudget(8, 3)

@@ -36,7 +36,7 @@ def drafts(trace: Trace) -> list[Any]:
 def test_as_if_from_nothing(small_target, mode, turns) -> None:  # type: ignore[no-untyped-def]
     """Each turn keeps a part of the text so far and goes on differently."""
     target = small_target("llama")
-    parts = Parts(target, ModeSettings(kappa=2, gate="match"), neural=EagleDrafter(target, random_head()))
+    parts = Parts(target, ModeSettings(kappa=2, gate="match"), neural={"eagle": EagleDrafter(target, random_head())})
     plan, trace = get_mode(mode).build(parts), Trace()
     kept = Engine(target, plan, trace=trace, keeps=True)
     text: list[int] = []

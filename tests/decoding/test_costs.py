@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from test_eagle_head import random_head
 
 from decoding import costs
 from decoding.costs import CostError, CostTable
+from decoding.draft.drafter import DraftModelDrafter
 from decoding.drafters import CopyDrafter
 from decoding.eagle.drafter import EagleDrafter
 
@@ -56,7 +58,7 @@ def test_measure_fills_every_point(small_target, monkeypatch) -> None:  # type: 
     probe = SimpleNamespace(
         config=SimpleNamespace(sites=("resid_mid.1",)), score=lambda state: torch.sigmoid(state.sum(-1))
     )
-    found = costs.measure(target, CopyDrafter(), probe, budget_seconds=0.2)  # type: ignore[arg-type]
+    found = costs.measure(target, [CopyDrafter()], probe, budget_seconds=0.2)  # type: ignore[arg-type]
     assert found.contexts == [64] and found.widths == [w for w in costs.WIDTHS if w + 64 <= target.max_length]
     assert all(ms > 0 for row in found.verify_ms for ms in row)
     assert len(found.draft_ms["copy"]) == len(costs.DEPTHS)
@@ -66,27 +68,51 @@ def test_measure_fills_every_point(small_target, monkeypatch) -> None:  # type: 
 def test_a_head_is_measured_at_every_depth(small_target) -> None:  # type: ignore[no-untyped-def]
     target = small_target("llama")
     drafter = EagleDrafter(target, random_head())
-    found = costs.measure(target, drafter, budget_seconds=0.2)
+    found = costs.measure(target, [drafter], budget_seconds=0.2)
     assert len(found.draft_ms["eagle"]) == len(costs.DEPTHS)
     assert not drafter._states
 
 
-def test_first_use_measures_and_later_uses_read(small_target, monkeypatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_first_use_measures_and_later_uses_read(small_target, own_cost_tables, monkeypatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setenv("SWITCHSD_CACHE", str(tmp_path))
-    calls = []
+    monkeypatch.setattr(costs, "costs_file", own_cost_tables)
+    measured, added = [], []
 
-    def fake(target, drafter=None, probe=None):  # type: ignore[no-untyped-def]
-        calls.append(drafter)
-        return replace(TABLE, match_ms=float(len(calls)))
+    def fake(target, drafters=(), probe=None):  # type: ignore[no-untyped-def]
+        measured.append(drafters)
+        table = replace(TABLE, match_ms=float(len(measured)), draft_ms={})
+        return costs.with_drafters(table, target, drafters, 1.0)
+
+    def drafted(target, drafter, deadline):  # type: ignore[no-untyped-def]
+        added.append(drafter)
+        return [1.0, 2.0]
 
     monkeypatch.setattr(costs, "measure", fake)
+    monkeypatch.setattr(costs, "_draft_ms", drafted)
     target = small_target("llama")
-    assert costs.get_costs(target) == costs.get_costs(target)
-    assert len(calls) == 1
-    costs.get_costs(target, CopyDrafter())
-    assert len(calls) == 2, "another drafter has costs of its own"
+    assert costs.cached_costs(target) is None
+    assert costs.get_costs(target) == costs.get_costs(target) == costs.cached_costs(target)
+    assert len(measured) == 1
+    copy = CopyDrafter()
+    assert costs.cached_costs(target, [copy]) is None
+    for _ in range(2):
+        found = costs.get_costs(target, [copy])
+        assert found.draft_ms == {"copy": [1.0, 2.0]} and len(added) == 1, "only what is missing is measured"
+    sized: Any = CopyDrafter()
+    sized.size = {"blocks": 2}
+    assert costs.get_costs(target, [sized]).knows(sized) and len(added) == 2, "another drafter of the name"
+    assert not costs.get_costs(target).knows(copy)
+    assert len(measured) == 1
     costs.costs_file(target).write_text("broken")
-    assert costs.get_costs(target).match_ms == 3.0
+    assert costs.get_costs(target, [copy]).match_ms == 2.0
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     costs.get_costs(target)
-    assert len(calls) == 4, "another number of threads has costs of its own"
+    assert len(measured) == 3, "another number of threads has costs of its own"
+
+
+def test_several_drafters_in_one_table(small_target) -> None:  # type: ignore[no-untyped-def]
+    target = small_target("llama")
+    drafter = DraftModelDrafter(target, target)
+    found = costs.measure(target, [CopyDrafter(), drafter], budget_seconds=0.2)
+    assert set(found.draft_ms) == {"copy", "draft"} and found.knows(drafter)
+    assert len(found.draft_ms["draft"]) == len(costs.DEPTHS) and not drafter._held

@@ -152,7 +152,7 @@ def test_every_mode_writes_what_transformers_writes(family, small_target, refere
             assert generation.stopped == (generation.tokens[-1] == 63)
             wanted = generation.tokens[:-1] if generation.stopped else generation.tokens
             assert generation.text == target.decode(wanted)
-        assert not decoder.neural.seen, "a drafter still holds a request"  # type: ignore[union-attr]
+        assert not decoder.neural["eagle"].seen, "a drafter still holds a request"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("gate", ["probe", "match", "bandit"])
@@ -192,7 +192,7 @@ def test_features_are_the_states_of_the_verified_positions(small_target, referen
     truth = {tuple(p): greedy(model, p, 20) for p in prompts}
     decoder = decoder_for(target, truth)
     generations = decoder.generate(prompts, mode="switchsd", max_new_tokens=20)
-    drafter = decoder.neural
+    drafter = decoder.neural["eagle"]
     assert isinstance(drafter, HalfRight)
     for request, parts in drafter.states.items():
         text = [*request.prompt, *generations[request.number].tokens]
@@ -380,10 +380,17 @@ def test_forms_of_prompts(small_target) -> None:  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"mode": "fast"}, "unknown mode 'fast': use ar, copy, eagle, switchsd"),
+        ({"mode": "fast"}, "unknown mode 'fast': use ar, copy, eagle, sd, switchsd"),
         ({"mode": "eagle"}, "needs an EAGLE head for small-llama"),
         ({"mode": "switchsd"}, "needs a probe for small-llama"),
-        ({"mode": "switchsd", "neural": "draft"}, "not yet available"),
+        ({"mode": "switchsd", "neural": "draft"}, "'draft' needs a draft model for small-llama"),
+        ({"mode": "sd"}, "mode 'sd' needs a draft model for small-llama"),
+        ({"mode": "switchsd", "gate": "always"}, "has none in use"),
+        ({"mode": "sd", "draft_tokens": 0}, "draft_tokens is 0"),
+        ({"mode": "sd", "acceptance": "luck"}, "unknown acceptance 'luck': use keyed or rejection"),
+        ({"mode": "copy", "acceptance": "rejection"}, "is not for mode 'copy': copied drafts are certain"),
+        ({"mode": "eagle", "acceptance": "rejection"}, "is not for mode 'eagle'"),
+        ({"mode": "switchsd", "acceptance": "rejection"}, "is not for mode 'switchsd'"),
         ({"mode": "ar", "max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"mode": "ar", "batch": 0}, "batch is 0"),
         ({"mode": "ar", "stop": ["a", ""]}, "stop string is empty"),

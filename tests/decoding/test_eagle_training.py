@@ -27,13 +27,13 @@ from decoding.eagle.training import (
     EagleTrainConfig,
     batches,
     documents,
-    draft_vocabulary,
     evaluate,
     initial_head,
     train,
     unroll,
 )
 from decoding.eagle.workers import Workers
+from decoding.training import frequent_tokens
 
 T, STEPS = 9, 4
 
@@ -132,7 +132,7 @@ def store(tmp_path: Path, small_target: Callable[..., Target]) -> Path:
 def test_training_learns_resumes_and_saves(store: Path, tmp_path: Path, small_target: Callable[..., Target]) -> None:
     target = small_target()
     opened = CaptureStore.open(store)
-    tokens, coverage = draft_vocabulary([opened], 24)
+    tokens, coverage = frequent_tokens([opened], 24)
     assert len(tokens) <= 24 and 0 < coverage <= 1
     assert [len(d["pending"]) for d in documents(opened, 0, opened.sites)] == [23] * 4
     config = EagleTrainConfig(

@@ -23,8 +23,8 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 def test_probe_and_head_fit_the_target(decoder: Decoder) -> None:
-    assert decoder.probe is not None and decoder.neural is not None
-    assert decoder.neural.name == "eagle"
+    assert decoder.probe is not None
+    assert decoder.neural["eagle"].name == "eagle"
     assert decoder.probe.config.site.startswith("resid_")
 
 

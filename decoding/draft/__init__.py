@@ -1,0 +1,1 @@
+"""Draft models: small causal LMs that share the target's vocabulary."""

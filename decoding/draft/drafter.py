@@ -1,0 +1,270 @@
+"""Drafting with a small causal LM: a chain of tokens for each request, all requests together.
+
+The draft model keeps a row of its own KV cache for each request. What a row lacks is fed when the next draft is asked
+for (lazy catch-up), in the same forward as the pending token; of what was drafted before, the tokens that the target
+has followed are there already. A chain that was followed to its end leaves two tokens to feed: its last one, which
+nobody has read, and the target's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+import torch
+
+from activations.sampling import Sampling
+from activations.target import Target
+from decoding.budgets import Budget, FixedBudget
+from decoding.request import Request
+from decoding.rows import Rows
+from decoding.tree import DraftTree
+
+Draw = Literal["keyed", "own"]
+OWN = "draft"
+"""Stream of the noise of draws of its own."""
+FEW = 16
+"""Tokens that a row may lack to be fed together with others, which are padded to as many."""
+
+
+@dataclass
+class _Held:
+    """What a request's row holds: the first `shared` tokens of the request, then drafted ones."""
+
+    shared: int = 0
+    drafted: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Requests that are sampled alike."""
+
+    sampling: Sampling
+    places: torch.Tensor
+    """Their indices [n] among the requests that are asked about."""
+    keys: torch.Tensor
+    positions: torch.Tensor
+    """Of their first drafted tokens."""
+
+
+class DraftModelDrafter:
+    """Proposes a chain from a causal LM with the target's vocabulary.
+
+    Greedy requests get the model's first choices. Where a request samples, tokens are drawn from the model's law under
+    the request's own sampling: with the target's noise (`keyed`), so that both draw the same token as often as their
+    laws allow, or with noise of its own (`own`), and then the tree tells the law as `q_logits`.
+
+    A budget's scores are log-probabilities, cumulated along the chain, of the model's first choices: equal to those of
+    the drafted tokens where it is greedy. How likely a drawn token was says little about whether the target draws it
+    too; and a length that depended on the last drawn token would bend the law that rejection sampling is told.
+    """
+
+    name = "draft"
+    sites: tuple[str, ...] = ()
+
+    def __init__(self, target: Target, model: Target, draw: Draw = "keyed") -> None:
+        """Raises ValueError for a model of fewer tokens than the target's."""
+        if draw not in get_args(Draw):
+            raise ValueError(f"unknown draw {draw!r}: use {' or '.join(get_args(Draw))}")
+        if model.vocab_size < target.vocab_size:
+            raise ValueError(
+                f"the draft model {model.name} has {model.vocab_size} tokens and {target.name} {target.vocab_size}: "
+                "choose one with the target's tokenizer"
+            )
+        self.target, self.model, self.draw = target, model, draw
+        self._rows = Rows(1)
+        self._held: dict[Request, _Held] = {}
+
+    def drawing(self, draw: Draw) -> DraftModelDrafter:
+        """The same model, drawing that way."""
+        return self if draw == self.draw else DraftModelDrafter(self.target, self.model, draw)
+
+    # -- the drafter's protocol ---------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """What its drafts depend on, for JSON."""
+        return {"name": self.name, **self.size, "weights": self._weights, "draw": self.draw}
+
+    @property
+    def size(self) -> dict[str, int]:
+        """What its speed depends on."""
+        return {"blocks": self.model.blocks, "width": self.model.width}
+
+    @cached_property
+    def _weights(self) -> str:
+        """A hash of the model's files, or of the blocks of one that was cut from the target."""
+        if self.model.folder is not None:
+            return self.model.fingerprint.revision
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.model.layers.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def start(self, request: Request, features: torch.Tensor | None) -> None:
+        """Nothing is computed before the first proposal."""
+
+    def resume(self, request: Request, features: torch.Tensor | None, before: Request, kept: int) -> None:
+        if before not in self._rows:
+            return
+        self._rows.pass_on(before, request)
+        held = self._held[request] = self._held.pop(before)
+        if held.shared > kept + 1:  # what follows belongs to the other text
+            held.shared, held.drafted = kept + 1, []
+
+    def observe(self, request: Request, features: torch.Tensor | None) -> None:
+        """The row is compared with the request's tokens when the next proposal is asked for."""
+
+    def select(self, requests: Sequence[Request], rows: Sequence[int], from_position: int) -> None:
+        if not any(request in self._rows for request in requests):
+            return
+        self._hold(requests)
+        held = [self._held[request] for request in requests]
+        cache = self._rows.take(requests)
+        cache.select(rows, min(from_position, *(h.shared for h in held)))
+        for request, row in zip(requests, rows, strict=True):
+            self._held[request] = _Held(held[row].shared, list(held[row].drafted))
+
+    def close(self, request: Request) -> None:
+        if request in self._rows:
+            self._rows.leave([request])
+            del self._held[request]
+        if not self._held:  # nor is the memory
+            self._rows = Rows(1)
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> list[DraftTree | None]:
+        depths = {r: self._deepest(r, budget) for r, budget in zip(requests, budgets, strict=True)}
+        asked = [request for request in requests if depths[request] > 0]
+        if not asked:
+            return [None] * len(requests)
+        self._hold(asked)
+        asked = self._rows.order(asked)
+        budget_of = dict(zip(requests, budgets, strict=True))
+        trees = self._chains(asked, [budget_of[r] for r in asked], [depths[r] for r in asked])
+        grown = dict(zip(asked, trees, strict=True))
+        return [grown.get(request) for request in requests]
+
+    def _deepest(self, request: Request, budget: Budget) -> int:
+        """Most tokens to draft: all that is fed must have a position, the last drafted token is not fed."""
+        return min(budget.depth, budget.nodes, request.room, self.model.max_length + 1 - len(request.tokens))
+
+    # -- rows ---------------------------------------------------------------------------------------
+
+    def _hold(self, requests: Sequence[Request]) -> None:
+        """A row for each request, an empty one if it has none."""
+        new = [request for request in requests if request not in self._rows]
+        self._rows.widen(len(self._held) + len(new))
+        for request in new:
+            self._rows.free()
+            self._rows.hold([request])
+            self._held[request] = _Held()
+
+    def _crop(self, request: Request) -> None:
+        """Forget what the row holds and the request does not; the pending token is to be fed in any case."""
+        held, tokens = self._held[request], request.tokens
+        for drafted, token in zip(held.drafted, tokens[held.shared : len(tokens) - 1], strict=False):
+            if drafted != token:
+                break
+            held.shared += 1
+        held.shared, held.drafted = min(held.shared, len(tokens) - 1), []
+        self._rows.take([request]).crop_row(0, held.shared)
+
+    def _feed(self, request: Request, until: int) -> None:
+        """The row comes to hold the first `until` tokens of the request."""
+        held = self._held[request]
+        fed = torch.tensor([request.tokens[held.shared : until]], device=self.model.device)
+        cache = self._rows.take([request])
+        self.model.hidden(fed, cache)
+        cache.commit([range(until - held.shared)])
+        held.shared = until
+
+    def _chains(self, requests: Sequence[Request], budgets: Sequence[Budget], depths: Sequence[int]) -> list[DraftTree]:
+        for request in requests:
+            self._crop(request)
+            if len(requests) > 1 and len(request.tokens) - 1 - self._held[request].shared > FEW:
+                self._feed(request, len(request.tokens) - 1)
+        device = self.model.device
+        cache = self._rows.take(requests)
+        lacking = [r.tokens[self._held[r].shared :] for r in requests]
+        q = max(map(len, lacking))
+        fed = torch.tensor([[*tokens, *[0] * (q - len(tokens))] for tokens in lacking], device=device)
+        hidden = self.model.hidden(fed, cache)
+        cache.commit([range(len(tokens)) for tokens in lacking])
+        ends = torch.tensor([len(tokens) - 1 for tokens in lacking], device=device)
+        groups = self._groups(requests)
+        fixed = all(isinstance(budget, FixedBudget) for budget in budgets)
+        logits = self.model.logits(hidden[torch.arange(len(requests), device=device), ends])
+        drawn, peak, laws = self._draw(groups, logits, 0)  # [B, (token, log q)], [B], [B, V]
+        levels, scores, told = [drawn], [peak], [laws]
+        lengths = [1] * len(requests)
+        while True:
+            depth = len(levels)
+            seen = scores[-1] if fixed else scores[-1].cpu()
+            going = [
+                lengths[i] == depth and depth < depths[i] and budget.go_on(seen[i : i + 1], depth)
+                for i, budget in enumerate(budgets)
+            ]
+            if not any(going):
+                break
+            hidden = self.model.hidden(levels[-1][:, :1].long(), cache)
+            cache.commit([range(int(goes)) for goes in going])  # who has stopped is fed for nothing
+            drawn, peak, laws = self._draw(groups, self.model.logits(hidden[:, 0]), depth)
+            levels.append(drawn)
+            scores.append(scores[-1] + peak)
+            told.append(laws)
+            lengths = [n + goes for n, goes in zip(lengths, going, strict=True)]
+        packed = torch.cat([torch.stack(levels, 1), torch.stack(scores, 1)[..., None]], dim=-1).cpu()  # [B, depth, 3]
+        if not packed.isfinite().all():
+            raise ValueError("the draft model gave values that are not finite")
+        trees = []
+        for i, (request, budget, n) in enumerate(zip(requests, budgets, lengths, strict=True)):
+            tokens, logq, _ = packed[i, :n].unbind(-1)
+            drafted = [int(token) for token in tokens.tolist()]
+            self._held[request] = _Held(len(request.tokens), drafted[:-1])
+            n = budget.size(packed[i, :n, 2])
+            own = self.draw == "own" and not request.sampling.greedy
+            law = torch.stack([laws[i] for laws in told[:n] if laws is not None]) if own else None
+            chain = DraftTree.chain(drafted[:n], self.name, logq.tolist()[:n])
+            trees.append(chain if law is None else replace(chain, q_logits=law))
+        return trees
+
+    # -- drawing ------------------------------------------------------------------------------------
+
+    def _groups(self, requests: Sequence[Request]) -> list[_Group]:
+        device = self.model.device
+        out = []
+        for sampling in dict.fromkeys(r.sampling for r in requests):
+            places = [i for i, r in enumerate(requests) if r.sampling == sampling]
+            mine = [requests[i] for i in places]
+            numbers = [places, [r.key for r in mine], [len(r.tokens) for r in mine]]
+            out.append(_Group(sampling, *torch.tensor(numbers, device=device)))
+        return out
+
+    def _draw(
+        self, groups: Sequence[_Group], logits: torch.Tensor, depth: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """After logits [B, V] of tokens `depth` behind the pending one: drawn tokens and their log-probabilities
+        [B, 2], the log-probability [B] of each row's first choice, and where draws are its own the processed logits
+        [B, V]. In float64, which holds token ids exactly."""
+        b = len(logits)
+        drawn = torch.empty(b, 2, dtype=torch.float64, device=logits.device)
+        peak = torch.empty(b, dtype=torch.float64, device=logits.device)
+        laws = torch.empty(logits.shape, dtype=torch.float32, device=logits.device) if self.draw == "own" else None
+        for group in groups:
+            sampling, places = group.sampling, group.places
+            law = sampling.law(logits if len(groups) == 1 else logits[places])
+            total = law.logits.logsumexp(-1)
+            if sampling.greedy:
+                chosen = law.logits.argmax(-1)
+            else:
+                stream = OWN if self.draw == "own" else ""
+                chosen = law.draw(sampling.seed, group.keys, group.positions + depth, stream)
+                if laws is not None:
+                    laws[places] = law.full()
+            logq = law.logits.gather(-1, chosen[:, None])[:, 0] - total
+            drawn[places] = torch.stack([law.ids(chosen).double(), logq.double()], dim=-1)
+            peak[places] = logq.double() if sampling.greedy else (law.logits.max(-1).values - total).double()
+        return drawn, peak, laws

@@ -1,0 +1,464 @@
+"""Training a draft model by distillation: the blocks cut from a target learn to predict what the whole target predicts.
+
+The text is a capture store's (selection `all`): tokens, and the target's last states, which give its distribution at
+every position without running it. The loss is the cross-entropy to that distribution, or the total variation distance
+between the two, which is the share of tokens that rejection sampling would refuse, or a mixture.
+
+The output matrix is most of the cost of a small draft. So a batch's loss is taken over a part of the vocabulary: the
+most frequent tokens of the text, the next tokens of this batch, and a sample of the others that stands for all of them
+(each counts as many times as it was likely to be left out). Validation is over the whole vocabulary.
+
+One shard of a store is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from activations import attention
+from activations.provenance import provenance
+from activations.sites import last_site
+from activations.store import CaptureStore
+from activations.structure import LogitRule
+from activations.target import Target
+from decoding.draft.model import DraftError, cut_ordinary, save_draft, spread
+from decoding.training import Document, documents, frequent_tokens, keep, learning_rate, padded, restore
+
+BUCKETS = (64, 128, 256, 512)
+"""Positions at which the rows of a validation are divided."""
+
+
+@dataclass(frozen=True)
+class DraftTrainConfig:
+    """How a draft model is trained."""
+
+    blocks: int = 2
+    """How many of the target's blocks, if they are not named: the first, the last, and evenly spaced ones between."""
+    tokens: int = 8_000_000
+    """Rows to train on, repetitions included."""
+    minutes: float = 0.0
+    """Time to train for, if that comes first, over all resumptions; 0: as long as it takes."""
+    batch_tokens: int = 2048
+    """Rows of a batch."""
+    accumulate: int = 1
+    """Batches in an optimizer step."""
+    frequent: int = 4096
+    """How many of the text's most frequent tokens are in every batch's part of the vocabulary."""
+    sampled: int = 1024
+    """How many of the others are drawn for a batch."""
+    variation: float = 0.0
+    """Share of the total variation distance in the loss; the rest is the cross-entropy."""
+    prompt_weight: float = 0.3
+    """What a position counts whose next token the target did not write; one that it wrote counts 1."""
+    precision: str = "bf16"
+    """What matrix products are computed in: bf16 or float32. Weights and moments are float32."""
+    learning_rate: float = 1e-3
+    """Peak; warmed up over 2 % of the run, then a cosine to zero."""
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    """Largest gradient norm."""
+    validation_documents: int = 24
+    """Documents held out from the first shard of every store."""
+    checkpoint_seconds: float = 300.0
+    """How often the state of the run is saved and the draft validated."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("blocks", "tokens", "batch_tokens", "accumulate", "frequent", "validation_documents"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        if self.sampled < 0:
+            raise ValueError(f"sampled is {self.sampled}; it must be 0 or more")
+        for name in ("variation", "prompt_weight"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must lie in [0, 1]")
+        if self.precision not in ("bf16", "float32"):
+            raise ValueError(f"precision is {self.precision!r}; it is bf16 or float32")
+        for name in ("learning_rate", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        for name in ("minutes", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+
+
+class Student:
+    """A cut target in training: float32 blocks and norm between the target's frozen embedding and output rows."""
+
+    def __init__(self, target: Target, blocks: Sequence[int] | int) -> None:
+        if target.quantization is not None:
+            raise DraftError(f"{target.name} is quantized ({target.quantization}): train a draft of it unquantized")
+        self.draft = cut_ordinary(target, blocks)
+        self.blocks = spread(blocks, target.blocks) if isinstance(blocks, int) else list(blocks)
+        if self.draft.model.config._attn_implementation == attention.NAME:
+            self.draft.model.set_attn_implementation("sdpa")
+        self.draft.layers.float().requires_grad_(True)
+        self.draft.final_norm.float().requires_grad_(True)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Those that are trained, by name: matrices first."""
+        parts = {f"blocks.{k}": block for k, block in enumerate(self.draft.layers)} | {"norm": self.draft.final_norm}
+        found = {f"{part}.{name}": p for part, module in parts.items() for name, p in module.named_parameters()}
+        return dict(sorted(found.items(), key=lambda named: named[1].dim() <= 1))
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Normed final states [B, T, width] of whole texts [B, T], padded at their ends."""
+        embedding = self.draft.embed(tokens).float()
+        states: torch.Tensor = self.draft.backbone(inputs_embeds=embedding, use_cache=False).last_hidden_state
+        return states
+
+
+# -- the loss ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Rows of the target's output matrix, and what becomes of a product with them."""
+
+    weight: torch.Tensor  # [S, width]
+    bias: torch.Tensor | None  # [S]
+    shift: torch.Tensor | None  # [S], added to logits: the log of how many tokens each row stands for
+    rule: LogitRule
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Of normed states [n, width], float32 [n, S]; without the shift."""
+        product = states.to(self.weight.dtype) @ self.weight.T
+        if self.bias is not None:
+            product = product + self.bias
+        return self.rule(product.float())
+
+    def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
+        """By how much a logit moves with the product."""
+        if self.rule.kind == "softcap":
+            return 1 - (logits / self.rule.value) ** 2
+        return {"times": self.rule.value, "over": 1 / self.rule.value}.get(self.rule.kind, 1.0)
+
+
+class Divergence(torch.autograd.Function):
+    """Weighted sum of each row's divergence from the target's distribution; its gradient is made in the same pass,
+    a few rows at a time, so that no matrix of all rows' logits is ever written."""
+
+    ROWS = 64
+    """What fits a cache."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, states: torch.Tensor, wanted: torch.Tensor, weights: torch.Tensor, outputs: Outputs, variation: float
+    ) -> torch.Tensor:
+        """states [n, width] of the student and `wanted` [n, width] of the target, both normed; weights [n]."""
+        gradient = torch.empty_like(states)
+        total = torch.zeros((), device=states.device)
+        for rows in torch.arange(len(states)).split(Divergence.ROWS):
+            part = slice(int(rows[0]), int(rows[-1]) + 1)
+            loss, logits_gradient = divergence(outputs, states[part], wanted[part], variation)
+            total += (loss * weights[part]).sum()
+            logits_gradient.mul_(weights[part, None])
+            gradient[part] = logits_gradient.to(outputs.weight.dtype) @ outputs.weight
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = ctx.saved_tensors
+        return gradient * gradients[0], None, None, None, None
+
+
+def divergence(
+    outputs: Outputs, states: torch.Tensor, wanted: torch.Tensor, variation: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's loss [n], and its gradient with respect to the product [n, S]."""
+    logits, target = outputs.logits(states), outputs.logits(wanted)
+    slope = outputs.slope(logits)
+    if outputs.shift is not None:
+        logits, target = logits.add_(outputs.shift), target.add_(outputs.shift)
+    p = torch.softmax(target, -1)
+    log_q = torch.log_softmax(logits, -1)
+    q = log_q.exp()
+    loss = -(p * log_q).sum(-1) if variation < 1 else torch.zeros(len(p), device=p.device)
+    if variation == 0:
+        gradient = q.sub_(p)
+    else:
+        # d min(p, q) / d logit_j = q_j * ([q_j < p_j] - the mass of q where it is below p)
+        below = q * (q < p)
+        mass = below.sum(-1, keepdim=True)
+        distance = (p - q).clamp_(min=0).sum(-1)
+        loss = (1 - variation) * loss + variation * distance
+        gradient = (1 - variation) * (q - p) - variation * (below - q * mass)
+    return loss, gradient if isinstance(slope, float) and slope == 1.0 else gradient * slope
+
+
+class Vocabulary:
+    """The whole output matrix of a target, and the parts of it that batches are judged on."""
+
+    def __init__(self, target: Target, frequent: torch.Tensor, config: DraftTrainConfig) -> None:
+        rule = target.structure.logit_rule
+        if rule is None:
+            raise DraftError(f"the logits of {target.name} are not its output matrix's product, scaled or soft-capped")
+        self.rule: LogitRule = rule
+        dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        self.weight: torch.Tensor = target.head.weight.detach().to(dtype)
+        bias = getattr(target.head, "bias", None)
+        self.bias = None if bias is None else bias.detach().to(dtype)
+        self.frequent = frequent.to(self.weight.device)
+        self.sampled = config.sampled
+
+    @property
+    def whole(self) -> Outputs:
+        return Outputs(self.weight, self.bias, None, self.rule)
+
+    def part(self, present: torch.Tensor, generator: torch.Generator) -> Outputs:
+        """The frequent tokens, those `present`, and a sample of the others; the whole if that is all."""
+        size, device = len(self.weight), self.weight.device
+        rest = torch.ones(size, dtype=torch.bool, device=device)
+        rest[self.frequent] = False
+        rest[present] = False
+        chosen, others = (~rest).nonzero()[:, 0], rest.nonzero()[:, 0]
+        if len(others) <= self.sampled:
+            return self.whole
+        drawn = torch.randperm(len(others), generator=generator)[: self.sampled].to(device)
+        tokens = torch.cat([chosen, others[drawn]])
+        shift = torch.zeros(len(tokens), device=device)
+        if self.sampled:
+            shift[len(chosen) :] = math.log(len(others) / self.sampled)
+        return Outputs(self.weight[tokens], None if self.bias is None else self.bias[tokens], shift, self.rule)
+
+
+def loss_of(
+    student: Student,
+    target: Target,
+    batch: Document,
+    vocabulary: Vocabulary,
+    config: DraftTrainConfig,
+    generator: torch.Generator,
+) -> tuple[torch.Tensor, float]:
+    """The weighted sum of the losses of a batch's rows, and the sum of the weights."""
+    weights = batch["written"].float()
+    weights = torch.where(batch["real"] & ~batch["written"], config.prompt_weight, weights).flatten()
+    counts = weights > 0
+    hidden = student.hidden(batch["token"]).flatten(0, 1)[counts]
+    with torch.no_grad():
+        wanted = target.final_norm(batch["last"].to(target.dtype)).flatten(0, 1)[counts]
+    outputs = vocabulary.part(batch["pending"][batch["real"]], generator)
+    loss: torch.Tensor = Divergence.apply(hidden.float(), wanted, weights[counts], outputs, config.variation)
+    return loss, float(weights.sum())
+
+
+# -- validation ----------------------------------------------------------------------------------------
+
+
+def evaluate(
+    student: Student, target: Target, docs: list[Document], vocabulary: Vocabulary, config: DraftTrainConfig
+) -> dict[str, Any]:
+    """Over the whole vocabulary and the tokens that the target wrote: `agreement`, the share of rows whose first
+    choice is the target's; `acceptance`, the share that rejection sampling keeps at temperature 1; `cross_entropy` to
+    the target's distribution and `divergence`, what of it is the draft's fault; and both shares by position."""
+    columns: dict[str, list[torch.Tensor]] = {}
+    whole = vocabulary.whole
+    with torch.no_grad(), _precision(target, config):
+        for batch in padded(docs, config.batch_tokens):
+            batch = _moved(batch, target.device)
+            counts = batch["written"].flatten()
+            hidden = student.hidden(batch["token"]).flatten(0, 1)[counts]
+            wanted = target.final_norm(batch["last"].to(target.dtype)).flatten(0, 1)[counts]
+            position = torch.arange(batch["token"].shape[1], device=target.device).expand_as(batch["token"])
+            columns.setdefault("position", []).append(position.flatten()[counts])
+            for h, w in zip(hidden.split(Divergence.ROWS), wanted.split(Divergence.ROWS), strict=True):
+                log_q, log_p = whole.logits(h).log_softmax(-1), whole.logits(w).log_softmax(-1)
+                p = log_p.exp()
+                found = {
+                    "agreement": log_q.argmax(-1) == log_p.argmax(-1),
+                    "acceptance": torch.minimum(p, log_q.exp()).sum(-1),
+                    "cross_entropy": -(p * log_q).sum(-1),
+                    "divergence": (p * (log_p - log_q)).sum(-1),
+                }
+                for name, values in found.items():
+                    columns.setdefault(name, []).append(values.float())
+    joined = {name: torch.cat(parts) for name, parts in columns.items()}
+    position = joined.pop("position")
+    record: dict[str, Any] = {name: round(float(values.mean()), 4) for name, values in joined.items()}
+    bucket = torch.bucketize(position, torch.tensor(BUCKETS, device=position.device), right=True)
+    for name in ("agreement", "acceptance"):
+        record[f"{name}_by_position"] = {
+            f"{low}-{high}": round(float(joined[name][bucket == k].mean()), 4)
+            for k, (low, high) in enumerate(zip((0, *BUCKETS), (*BUCKETS, ""), strict=True))
+            if (bucket == k).any()
+        }
+    return record
+
+
+# -- the run -------------------------------------------------------------------------------------------
+
+
+def train(
+    target: Target,
+    stores: Sequence[Path],
+    folder: Path,
+    config: DraftTrainConfig,
+    blocks: Sequence[int] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Train a draft model on capture stores (selection `all`) and save it in `folder`; yields a record now and then.
+
+    `blocks`: those of the target that it begins from, by number; by default `config.blocks` of them.
+    A store that is given several times counts as often in every pass; one that grows is read further at the next pass.
+    The run's state is kept in `folder/run` and is continued when the same command is given again, with more stores,
+    rows or minutes as well. Whenever it is kept, the draft so far is in `folder` too.
+    """
+    opened = [CaptureStore.open(s) for s in stores]
+    states = {"last": [last_site(target.blocks)]}
+    for store in opened:
+        if states["last"][0] not in store.sites:
+            raise DraftError(f"a draft learns from {states['last'][0]}, and {store.folder} holds no states of it")
+    student = Student(target, config.blocks if blocks is None else blocks)
+    run = folder / "run"
+    run.mkdir(parents=True, exist_ok=True)
+    state_file, tensors = run / "state.json", run / "state.safetensors"
+    state: dict[str, Any]
+    if state_file.is_file():
+        state = json.loads(state_file.read_text())
+        frequent = load_file(tensors)["frequent"]
+    else:
+        frequent, coverage = frequent_tokens(opened, config.frequent)
+        state = {"rows": 0, "updates": 0, "seconds": 0.0, "coverage": coverage, "blocks": student.blocks}
+    if state["blocks"] != student.blocks:
+        raise DraftError(
+            f"the run in {run} trains blocks {state['blocks']}, not {student.blocks}: name those, or another folder"
+        )
+    # Another order after each resumption: the run must not begin with the same shards again.
+    random_ = random.Random(f"{config.seed}:{state['updates']}")
+    generator = torch.Generator().manual_seed(random_.getrandbits(48))
+    vocabulary = Vocabulary(target, frequent, config)
+    parameters = student.parameters
+    matrices = [p for p in parameters.values() if p.dim() > 1]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": [p for p in parameters.values() if p.dim() <= 1], "weight_decay": 0.0},
+        ],
+        lr=config.learning_rate,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+    if tensors.is_file():
+        restore(load_file(tensors), parameters, optimizer)
+    held_out: list[Document] = []
+    for path in dict.fromkeys(stores):
+        held_out += documents(CaptureStore.open(path), 0, states)[: config.validation_documents]
+    record: dict[str, Any] = evaluate(student, target, held_out, vocabulary, config)
+    yield {"rows": state["rows"], "coverage": round(state["coverage"], 4), **record}
+    started = saved = time.monotonic()
+    losses = weights = 0.0
+
+    def progress() -> float:
+        done = state["rows"] / config.tokens
+        if config.minutes:
+            done = max(done, (state["seconds"] + time.monotonic() - saved) / (60 * config.minutes))
+        return min(1.0, done)
+
+    while progress() < 1:
+        opened = [CaptureStore.open(s) for s in stores]  # a store may still grow
+        order = [(s, k) for s, store in enumerate(opened) for k in range(len(store.shards))]
+        random_.shuffle(order)
+        before = state["rows"]
+        for which, shard in order:
+            docs = documents(opened[which], shard, states)[config.validation_documents if shard == 0 else 0 :]
+            ready = list(padded(docs, config.batch_tokens))
+            random_.shuffle(ready)
+            for group in (ready[k : k + config.accumulate] for k in range(0, len(ready), config.accumulate)):
+                for part in optimizer.param_groups:
+                    part["lr"] = learning_rate(config.learning_rate, progress())
+                optimizer.zero_grad()
+                rows = sum(int(batch["real"].sum()) for batch in group)
+                for batch in group:
+                    batch = _moved(batch, target.device)
+                    with _precision(target, config):
+                        loss, weight = loss_of(student, target, batch, vocabulary, config, generator)
+                    if weight:
+                        (loss / rows).backward()
+                    losses, weights = losses + float(loss.detach()), weights + weight
+                torch.nn.utils.clip_grad_norm_(parameters.values(), config.clip)
+                optimizer.step()
+                state["rows"] += rows
+                state["updates"] += 1
+            ended = progress() >= 1
+            now = time.monotonic()
+            if ended or now - saved > config.checkpoint_seconds:
+                state["seconds"] += now - saved
+                record = {
+                    "rows": state["rows"],
+                    "seconds": round(now - started, 1),
+                    "train_loss": round(losses / max(weights, 1e-9), 4),
+                    **evaluate(student, target, held_out, vocabulary, config),
+                }
+                losses = weights = 0.0
+                keep(run, state, parameters, optimizer, frequent=frequent)
+                with (run / "log.jsonl").open("a") as log:
+                    log.write(json.dumps(record) + "\n")
+                _save(folder, student, target, config, state, record, dict(zip(stores, opened, strict=True)), stores)
+                yield record
+                saved = time.monotonic()  # neither the validation nor the caller's time counts
+            if ended:
+                break
+        if state["rows"] == before:
+            raise ValueError(
+                f"there is no text to train on beside the {len(held_out)} documents that are held out: "
+                "write more, or hold out fewer"
+            )
+
+
+def _save(
+    folder: Path,
+    student: Student,
+    target: Target,
+    config: DraftTrainConfig,
+    state: dict[str, Any],
+    record: dict[str, Any],
+    opened: dict[Path, CaptureStore],
+    stores: Sequence[Path],
+) -> None:
+    """The draft as it is now, with all that is known of it."""
+    text = [
+        {
+            "store": store.folder.name,
+            "times": stores.count(path),
+            "written": sum(s["written"] for s in store.shards),
+            "contaminated": sum(s.get("contaminated", 0) for s in store.shards),
+        }
+        for path, store in opened.items()
+    ]
+    save_draft(
+        folder,
+        student.draft,
+        student.blocks,
+        target,
+        config=asdict(config),
+        coverage=state["coverage"],
+        updates=state["updates"],
+        rows=state["rows"],
+        seconds=round(state["seconds"], 1),
+        result={k: v for k, v in record.items() if k not in ("rows", "seconds", "train_loss")},
+        text=text,
+        written_tokens=sum(t["written"] for t in text),
+        dropped_as_contaminated=sum(t["contaminated"] for t in text),
+        log=[json.loads(line) for line in (folder / "run" / "log.jsonl").read_text().splitlines()],
+        provenance=provenance(seed=config.seed),
+    )
+
+
+def _moved(batch: Document, device: torch.device) -> Document:
+    return {name: x.to(device) for name, x in batch.items()}
+
+
+def _precision(target: Target, config: DraftTrainConfig) -> torch.autocast:
+    return torch.autocast(target.device.type, dtype=torch.bfloat16, enabled=config.precision == "bf16")
