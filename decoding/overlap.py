@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
 
 from decoding.batches import BatchManager
 from decoding.engine import Commit, Draft, Engine
@@ -22,6 +24,16 @@ class OverlappedScheduler(Scheduler):
         super().__init__(engine)
         self.batches: BatchManager[Request] = BatchManager()
         self._drafts: dict[Request, list[Draft]] = {}
+
+    def run(self, requests: Iterable[Request], ended: Callable[[Commit], bool]) -> Iterator[Commit]:
+        """As of any scheduler. Until it ends the target leaves as many threads as the drafters' processes keep busy."""
+        threads = torch.get_num_threads()
+        elsewhere = sum(getattr(drafter, "cpu_threads", 0) for drafter in self.engine.plan.drafters)
+        torch.set_num_threads(max(threads - elsewhere, 1))
+        try:
+            yield from super().run(requests, ended)
+        finally:
+            torch.set_num_threads(threads)
 
     def _enter(self, request: Request) -> None:
         self.batches.admit(request)

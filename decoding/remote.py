@@ -179,6 +179,11 @@ class RemoteDrafter:
         """Whether there is a process that answers, or one is being started."""
         return self._process is not None or self._coming is not None
 
+    @property
+    def cpu_threads(self) -> int:
+        """Threads that it keeps busy while it drafts."""
+        return self.spec.threads if self.spec.device == "cpu" else 0
+
     def shut_down(self) -> None:
         """End the process; nothing is drafted any more. Safe to repeat, and done at exit."""
         for process in (self._process, self._coming):

@@ -157,6 +157,19 @@ def test_nobody_starves_when_batches_keep_running_dry() -> None:
             watch.leave(watch.step().verify)
 
 
+def test_who_has_waited_is_not_moved_again() -> None:
+    """Whatever is verified ends, and so many come in that one request must be moved at every half-step."""
+    watch, number = Watch(64), 62
+    for request in range(number):
+        watch.manager.admit(request)
+    for _ in range(60):
+        watch.leave(watch.step().verify)
+        verified_next = len(watch.manager.batch(1 - watch.manager.drafting))
+        for _ in range(verified_next - 2):
+            watch.manager.admit(number)
+            number += 1
+
+
 # -- the scheduler on the engine -----------------------------------------------------------------------
 
 
@@ -247,6 +260,27 @@ def test_abort(kind: Any) -> None:
     assert requests[3].tokens == [] and requests[0].generated == wanted[0][: len(requests[0].generated)]
     assert [r.generated for r in requests[1:3]] == [wanted[1], wanted[2]]
     assert not engine.requests
+
+
+def test_the_target_leaves_threads_to_a_drafter_elsewhere() -> None:
+    """And takes them back, however the run ends."""
+    import torch
+
+    before, requests = torch.get_num_threads(), [Request(0, [1], max_new_tokens=8)]
+    drafter = Elsewhere({0: truth([1], Sampling(), 0, 8)}, 1.0)
+    drafter.cpu_threads = 2  # type: ignore[attr-defined]
+    try:
+        torch.set_num_threads(3)
+        running = OverlappedScheduler(engine_for(drafter, rows=1)).run(requests, ends)
+        next(running)
+        assert torch.get_num_threads() == 1
+        running.close()
+        assert torch.get_num_threads() == 3
+        torch.set_num_threads(1)
+        for _ in OverlappedScheduler(engine_for(drafter, rows=1)).run([Request(0, [1], 8)], ends):
+            assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_memory_that_ends(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

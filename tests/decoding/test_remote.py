@@ -224,12 +224,11 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records]
 
 
-@pytest.mark.parametrize("how", ["die", "hang"])
+@pytest.mark.parametrize("how", ["die", "hang", "is killed", "is stopped"])
 def test_another_process_takes_over(remote: Make, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The question goes unanswered; running requests are drafted for again when the next process is ready."""
     there = remote("failing", 60.0, how=how, after=1, file=str(tmp_path / "failed"))
-    if how == "hang":
-        there._answer_seconds = 1.0
+    silent = how in ("hang", "is stopped")
     first = there._process
     assert first is not None
     request = Request(0, [5, 6, 7, 5, 6, 7, 5], max_new_tokens=40)
@@ -237,6 +236,9 @@ def test_another_process_takes_over(remote: Make, how: str, tmp_path: Path, capl
     there.start(request, None)
     [tree] = there.propose([request], [BUDGET])
     assert tree is not None
+    if how.startswith("is"):
+        os.kill(first.pid, signal.SIGKILL if how == "is killed" else signal.SIGSTOP)
+    there._answer_seconds = 1.0 if silent else 60.0
     with caplog.at_level(logging.WARNING, "switchsd"):
         began = time.monotonic()
         assert there.propose([request], [BUDGET]) == [None]
@@ -244,7 +246,7 @@ def test_another_process_takes_over(remote: Make, how: str, tmp_path: Path, capl
         there._answer_seconds = 60.0
     [told] = messages(caplog)
     assert "draft drafter's process failed" in told and "another one is started" in told
-    assert ("no answer within" in told) == (how == "hang")
+    assert ("no answer within" in told) == silent
     assert gone(first.pid) and there.running and there._process is None
     request.tokens += [7, 5]
     there.observe(request, None)  # nobody is there to be told
@@ -462,3 +464,15 @@ def test_a_request_whose_start_failed_is_answered_so_and_others_are_not() -> Non
     assert ask(0, 1) == {"n": 1, "error": "not this one"}
     worker.carry_out({"op": "close", "ids": [1]}, [])
     assert ask(0)["trees"][0]["tokens"]
+
+
+def test_resampled_requests_have_their_ancestor_s_text_there_too() -> None:
+    from decoding.worker import request_to
+
+    worker = Worker(Copies())
+    for number in range(3):
+        request = Request(number, [5, 6], tokens=[5, 6, number])
+        worker.carry_out({"op": "start", "id": number, "request": request_to(request)}, [])
+    worker.carry_out({"op": "select", "ids": [0, 1, 2], "rows": [1, 1, 0], "from": 2}, [])
+    worker.carry_out({"op": "observe", "id": 2, "at": 3, "tokens": [9]}, [])
+    assert [worker._mirrors[i].tokens for i in range(3)] == [[5, 6, 1], [5, 6, 1], [5, 6, 0, 9]]
