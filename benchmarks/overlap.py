@@ -10,8 +10,10 @@ Systems, all of them on the same prompts, interleaved, drafts of k tokens:
     sd-here     one batch of 2m; both in one process, with all cores for both halves
 
 For one cell sd with m requests is measured, too: t(m) and V(m), each alone. What is measured is a window of whole steps
-in which all requests run, after a few that do not count. Prompts are cut to --context tokens; the drafts are as good as
-they are, and both systems are asked about the same texts.
+in which all requests run, after a few that do not count. Prompts are cut to --context tokens. Drafters: cut:BLOCKS (the
+target cut to so many blocks, untrained: its time counts, its drafts are poor), draft:FOLDER (made by `switchsd train
+draft`), eagle, copy. The tables of t(m) and V(m) are written as files that `switchsd simulate --draft-ms FILE
+--verify-ms FILE` reads.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ from switchsd.loading import first_fitting
 
 TARGET_CORE, DRAFTER_CORE = 0, 1
 SYSTEMS = ("sd", "minedraft", "sd-here")
+TIMES = ("t_m", "v_m", "t_2m", "v_2m", "t_contended", "v_contended", "sd_step_ms", "half_step_ms")
 WARM_UP = 2
 """Steps that do not count."""
 
@@ -159,12 +162,14 @@ def drafter_spec(name: str, target: str, dtype: str, folder: Path | None) -> Dra
     where: dict[str, Any] = {"target": target, "dtype": dtype, "cores": (DRAFTER_CORE,)}
     if name.startswith("cut:"):
         return DrafterSpec("draft", blocks=int(name.removeprefix("cut:")), **where)
+    if name.startswith("draft:"):
+        return DrafterSpec("draft", folder=name.removeprefix("draft:"), **where)
     if name == "eagle":
         if folder is None:
             sys.exit(f"there is no EAGLE head for {target}")
         return DrafterSpec("eagle", folder=str(folder), **where)
     if name != "copy":
-        sys.exit(f"unknown drafter {name!r}: use cut:BLOCKS, eagle or copy")
+        sys.exit(f"unknown drafter {name!r}: use cut:BLOCKS, draft:FOLDER, eagle or copy")
     return None
 
 
@@ -178,9 +183,10 @@ def drafter_here(name: str, target: Target, folder: Path | None) -> Drafter:
         assert folder is not None
         return EagleDrafter(target, load_head(folder, target.vocab_size))
     from decoding.draft.drafter import DraftModelDrafter
-    from decoding.draft.model import cut
+    from decoding.draft.model import cut, load_draft
 
-    return DraftModelDrafter(target, cut(target, int(name.removeprefix("cut:"))))
+    kind, _, what = name.partition(":")
+    return DraftModelDrafter(target, cut(target, int(what)) if kind == "cut" else load_draft(Path(what), target))
 
 
 def plan_for(drafter: Drafter, k: int) -> Plan:
@@ -283,13 +289,27 @@ def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
+def tables(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, dict[int, dict[int, float]]]]:
+    """Drafter -> draft_ms and verify_ms, {rows: {k: ms}}: medians of what plain decoding took alone."""
+    found: dict[tuple[str, str, int, int], list[float]] = {}
+    for row in rows:
+        if row["system"] == "sd":
+            for what in ("draft_ms", "verify_ms"):
+                found.setdefault((row["drafter"], what, row["rows"], row["k"]), []).append(row[what])
+    made: dict[str, dict[str, dict[int, dict[int, float]]]] = {}
+    for (name, what, count, k), values in sorted(found.items()):
+        made.setdefault(name, {}).setdefault(what, {}).setdefault(count, {})[k] = float(np.median(values))
+    return made
+
+
 def markdown(records: Sequence[dict[str, Any]]) -> str:
-    heads = ("drafter", "m", "k", "t(m)", "V(m)", "t(2m)", "V(2m)", "sd step", "half-step", "(t+V)/step", "ideal",
+    heads = ("drafter", "m", "k", "t(m)", "V(m)", "t(2m)", "V(2m)", "t overlapped", "V overlapped", "sd step",
+             "half-step", "(t+V)/step", "ideal",
              "rho", "gain over sd", "predicted", "gain by steps", "gain over sd-here", "same texts")  # fmt: skip
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
     for r in records:
         cells = [r["drafter"], str(r["m"]), str(r["k"])]
-        cells += [f"{r[x][0]:.1f}" for x in ("t_m", "v_m", "t_2m", "v_2m", "sd_step_ms", "half_step_ms")]
+        cells += [f"{r[x][0]:.1f}" for x in TIMES]
         cells += [f"{r[x][0]:.2f}" for x in ("efficiency", "ideal_efficiency", "rho")]
         for x in ("gain", "predicted", "step_gain", "gain_over_here"):
             cells.append("{:.3f} [{:.3f}, {:.3f}]".format(*r[x]) if x in r else "")
@@ -331,6 +351,9 @@ def main() -> None:
         about = {"machine": machine(), "torch": torch.__version__, "settings": settings}
         (given.out / "result.json").write_text(json.dumps({**about, "cells": records}, indent=1))
         (given.out / "table.md").write_text(markdown(records))
+        for name, found in tables(rows).items():
+            for what, table in found.items():
+                (given.out / f"{what}.{name.replace(':', '-').replace('/', '-')}.json").write_text(json.dumps(table))
     print(markdown(records))
 
 
