@@ -157,6 +157,12 @@ class Machine:
         torch.set_num_threads(self.threads)
 
 
+def label(drafter: str) -> str:
+    """A drafter's name in the tables: of a folder only its last part."""
+    kind, colon, what = drafter.partition(":")
+    return f"{kind}{colon}{Path(what).name}"
+
+
 def drafter_spec(name: str, target: str, dtype: str, folder: Path | None) -> DrafterSpec | None:
     """What the other process is to build; None for copies, which cost nothing anywhere."""
     where: dict[str, Any] = {"target": target, "dtype": dtype, "cores": (DRAFTER_CORE,)}
@@ -213,7 +219,7 @@ def measure(given: argparse.Namespace, rows: list[dict[str, Any]], file: Path) -
                             cells.append(("sd", m))  # else it is another cell's 2m
                         turn = number % len(cells)
                         for system, count in cells[turn:] + cells[:turn]:
-                            cell = {"drafter": name, "system": system, "rows": count, "k": k, "round": number}
+                            cell = {"drafter": label(name), "system": system, "rows": count, "k": k, "round": number}
                             if key(cell) in done:
                                 continue
                             place.all() if system == "sd-here" else place.one()
@@ -353,7 +359,7 @@ def main() -> None:
         (given.out / "table.md").write_text(markdown(records))
         for name, found in tables(rows).items():
             for what, table in found.items():
-                (given.out / f"{what}.{name.replace(':', '-').replace('/', '-')}.json").write_text(json.dumps(table))
+                (given.out / f"{what}.{name.replace(':', '-')}.json").write_text(json.dumps(table))
     print(markdown(records))
 
 
