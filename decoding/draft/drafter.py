@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from activations.cache import KVCache
 from activations.sampling import Sampling
 from activations.target import Target
 from decoding.budgets import Budget, FixedBudget
@@ -181,7 +182,8 @@ class DraftModelDrafter:
         cache.commit([range(until - held.shared)])
         held.shared = until
 
-    def _chains(self, requests: Sequence[Request], budgets: Sequence[Budget], depths: Sequence[int]) -> list[DraftTree]:
+    def _caught_up(self, requests: Sequence[Request]) -> tuple[KVCache, torch.Tensor]:
+        """The requests' rows, with everything up to the pending tokens, and the states [B, width] of these."""
         for request in requests:
             self._crop(request)
             if len(requests) > 1 and len(request.tokens) - 1 - self._held[request].shared > FEW:
@@ -194,11 +196,16 @@ class DraftModelDrafter:
         hidden = self.model.hidden(fed, cache)
         cache.commit([range(len(tokens)) for tokens in lacking])
         ends = torch.tensor([len(tokens) - 1 for tokens in lacking], device=device)
+        return cache, hidden[torch.arange(len(requests), device=device), ends]
+
+    # -- growing chains -----------------------------------------------------------------------------
+
+    def _chains(self, requests: Sequence[Request], budgets: Sequence[Budget], depths: Sequence[int]) -> list[DraftTree]:
+        cache, states = self._caught_up(requests)
         groups = self._groups(requests)
         fixed = all(isinstance(budget, FixedBudget) for budget in budgets)
-        logits = self.model.logits(hidden[torch.arange(len(requests), device=device), ends])
-        drawn, peak, laws = self._draw(groups, logits, 0)  # [B, (token, log q)], [B], [B, V]
-        levels, scores, told = [drawn], [peak], [laws]
+        drawn, peak, law = self._draw(groups, self.model.logits(states), 0)  # [B, (token, log q)], [B], [B, V]
+        levels, scores, told = [drawn], [peak], [law]
         lengths = [1] * len(requests)
         while True:
             depth = len(levels)
@@ -209,26 +216,26 @@ class DraftModelDrafter:
             ]
             if not any(going):
                 break
-            hidden = self.model.hidden(levels[-1][:, :1].long(), cache)
+            states = self.model.hidden(levels[-1][:, :1].long(), cache)[:, 0]
             cache.commit([range(int(goes)) for goes in going])  # who has stopped is fed for nothing
-            drawn, peak, laws = self._draw(groups, self.model.logits(hidden[:, 0]), depth)
+            drawn, peak, law = self._draw(groups, self.model.logits(states), depth)
             levels.append(drawn)
             scores.append(scores[-1] + peak)
-            told.append(laws)
+            told.append(law)
             lengths = [n + goes for n, goes in zip(lengths, going, strict=True)]
         packed = torch.cat([torch.stack(levels, 1), torch.stack(scores, 1)[..., None]], dim=-1).cpu()  # [B, depth, 3]
         if not packed.isfinite().all():
             raise ValueError("the draft model gave values that are not finite")
+        laws = torch.stack([law for law in told if law is not None], 1) if self.draw == "own" else None
         trees = []
         for i, (request, budget, n) in enumerate(zip(requests, budgets, lengths, strict=True)):
-            tokens, logq, _ = packed[i, :n].unbind(-1)
+            tokens, logq, score = packed[i, :n].unbind(-1)
             drafted = [int(token) for token in tokens.tolist()]
             self._held[request] = _Held(len(request.tokens), drafted[:-1])
-            n = budget.size(packed[i, :n, 2])
-            own = self.draw == "own" and not request.sampling.greedy
-            law = torch.stack([laws[i] for laws in told[:n] if laws is not None]) if own else None
+            n = budget.size(score)
             chain = DraftTree.chain(drafted[:n], self.name, logq.tolist()[:n])
-            trees.append(chain if law is None else replace(chain, q_logits=law))
+            own = None if laws is None or request.sampling.greedy else laws[i, :n]
+            trees.append(chain if own is None else replace(chain, q_logits=own))
         return trees
 
     # -- drawing ------------------------------------------------------------------------------------

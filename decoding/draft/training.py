@@ -160,8 +160,8 @@ class Divergence(torch.autograd.Function):
         """states [n, width] of the student and `wanted` [n, width] of the target, both normed; weights [n]."""
         gradient = torch.empty_like(states)
         total = torch.zeros((), device=states.device)
-        for rows in torch.arange(len(states)).split(Divergence.ROWS):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
+        for start in range(0, len(states), Divergence.ROWS):
+            part = slice(start, start + Divergence.ROWS)
             loss, logits_gradient = divergence(outputs, states[part], wanted[part], variation)
             total += (loss * weights[part]).sum()
             logits_gradient.mul_(weights[part, None])
@@ -318,6 +318,8 @@ def train(
     opened = [CaptureStore.open(s) for s in stores]
     states = {"last": [last_site(target.blocks)]}
     for store in opened:
+        if not store.shards:
+            raise DraftError(f"{store.folder} has no complete shard yet: wait for its writer, or write more")
         if states["last"][0] not in store.sites:
             raise DraftError(f"a draft learns from {states['last'][0]}, and {store.folder} holds no states of it")
     student = Student(target, config.blocks if blocks is None else blocks)

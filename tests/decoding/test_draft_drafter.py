@@ -260,6 +260,20 @@ def test_resampled_rows_go_on_from_their_ancestors(small_target: Callable[..., T
     same(drafter.propose([bystander], [FixedBudget(2, 2)])[0], reference(model, bystander, 2))
 
 
+def test_a_row_that_lags_behind_what_all_have_in_common(small_target: Callable[..., Target]) -> None:
+    target = small_target("llama")
+    model = draft_of(target)
+    drafter = DraftModelDrafter(target, model)
+    rows = requests_of([[1, 2, 3, 4]] * 3, [Sampling()] * 3)
+    drafter.propose(rows[:2], [FixedBudget(2, 2)] * 2)
+    for row in rows:
+        row.tokens += [8, 9, 10, 11, 12]
+    drafter.propose(rows[:1], [FixedBudget(2, 2)])
+    drafter.select(rows, [0, 0, 1], 9)
+    for row, tree in zip(rows, drafter.propose(rows, [FixedBudget(2, 2)] * 3), strict=True):
+        same(tree, reference(model, row, 2))
+
+
 def test_a_failure_leaves_rows_that_can_be_used(small_target: Callable[..., Target]) -> None:
     target = small_target("llama")
     model: Any = Counted(draft_of(target))

@@ -9,14 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from families import FAMILIES, family_target
 from safetensors.torch import load_file
 from test_eagle_head import random_head, reference_outputs
+from written import write_store
 
-from activations.sites import eagle_sites, last_site
 from activations.store import CaptureStore, StoreWriter
 from activations.target import Target
 from decoding.eagle.formats import load_head
@@ -91,42 +90,7 @@ def test_batches_keep_every_document_whole() -> None:
 @pytest.fixture
 def store(tmp_path: Path, small_target: Callable[..., Target]) -> Path:
     """Two shards of the small target's own greedy text, with its states."""
-    target = small_target()
-    sites = [*eagle_sites(target.blocks), last_site(target.blocks)]
-    writer = StoreWriter(tmp_path / "text", {"target": target.fingerprint.to_dict(), "config": {}}, sites)
-    rng = np.random.default_rng(0)
-    from activations.cache import KVCache
-
-    for shard in range(2):
-        rows: dict[str, list] = {k: [] for k in ("document", "position", "token", "pending", "loss_mask")}
-        states: dict[str, list] = {s: [] for s in sites}
-        for document in range(4):
-            ids = rng.integers(0, 62, 4).tolist()
-            cache = KVCache(1)
-            with target.read(sites) as reader:
-                logits = target.forward(torch.tensor([ids]), cache)
-                cache.commit([range(4)])
-                parts = {s: [v[0]] for s, v in reader.states.items()}
-                for _ in range(20):
-                    ids.append(int(logits[0, -1].argmax()))
-                    logits = target.forward(torch.tensor([ids[-1:]]), cache)
-                    cache.commit([[0]])
-                    for site, state in reader.states.items():
-                        parts[site].append(state[0])
-            n = len(ids) - 1
-            rows["document"] += [shard * 4 + document] * n
-            rows["position"] += range(n)
-            rows["token"] += ids[:-1]
-            rows["pending"] += ids[1:]
-            rows["loss_mask"] += [i >= 3 for i in range(n)]
-            for site, states_of in parts.items():
-                states[str(site)].append(torch.cat(states_of)[:n])
-        writer.write(
-            {k: np.array(v) for k, v in rows.items()},
-            {s: torch.cat(v) for s, v in states.items()},
-            written=80, contaminated=0,
-        )  # fmt: skip
-    return tmp_path / "text"
+    return write_store(small_target(), tmp_path / "text")
 
 
 def test_training_learns_resumes_and_saves(store: Path, tmp_path: Path, small_target: Callable[..., Target]) -> None:

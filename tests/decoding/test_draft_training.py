@@ -1,0 +1,351 @@
+"""Distilling a draft model: the loss against its plain definition, parts of the vocabulary, and whole small runs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES, family_target
+from safetensors.torch import load_file
+from written import PROMPT, WRITTEN, write_store
+
+from activations.cache import KVCache
+from activations.sites import last_site
+from activations.store import CaptureStore
+from activations.structure import LogitRule
+from activations.target import Target
+from decoding.draft.model import DraftError, cut, load_draft
+from decoding.draft.training import (
+    Divergence,
+    DraftTrainConfig,
+    Outputs,
+    Student,
+    Vocabulary,
+    evaluate,
+    loss_of,
+    train,
+)
+from decoding.training import Document, learning_rate, padded
+
+EXACT = DraftTrainConfig(precision="float32", frequent=8, sampled=4, batch_tokens=64, prompt_weight=0.25)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def texts(target: Target, lengths: list[int], seed: int = 0) -> list[Document]:
+    """Random tokens with the states that the target has there."""
+    found = []
+    for length in lengths:
+        ids = torch.randint(0, target.vocab_size - 2, (length + 1,), generator=generator(seed + length))
+        with target.read([last_site(target.blocks)]) as reader:
+            target.forward(ids[None, :-1], KVCache(1))
+        (last,) = reader.states.values()
+        written = torch.arange(length) >= length // 2
+        found.append({"token": ids[:-1], "pending": ids[1:], "written": written, "last": last[0]})
+    return found
+
+
+def batch_of(docs: list[Document]) -> Document:
+    (batch,) = padded(docs, 10_000)
+    return batch
+
+
+# -- the loss ---------------------------------------------------------------------------------------------
+
+
+def plain(outputs: Outputs, states: torch.Tensor, wanted: torch.Tensor, variation: float) -> torch.Tensor:
+    """Each row's loss by its definition, for autograd."""
+
+    def law(x: torch.Tensor) -> torch.Tensor:
+        product = x @ outputs.weight.T
+        product = product if outputs.bias is None else product + outputs.bias
+        logits = outputs.rule(product)
+        return (logits if outputs.shift is None else logits + outputs.shift).log_softmax(-1)
+
+    log_q, log_p = law(states), law(wanted)
+    distance = 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
+    return (1 - variation) * -(log_p.exp() * log_q).sum(-1) + variation * distance
+
+
+@pytest.mark.parametrize("variation", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(
+    "rule", [LogitRule(), LogitRule("times", 0.3), LogitRule("over", 7.0), LogitRule("softcap", 2.0)], ids=str
+)
+@pytest.mark.parametrize("extras", [False, True])
+def test_the_loss_and_its_gradient_are_those_of_the_definition(variation: float, rule: LogitRule, extras: bool) -> None:
+    g = generator(1)
+    n, size, width = 2 * Divergence.ROWS + 5, 23, 8
+    weight, bias = torch.randn(size, width, generator=g), torch.randn(size, generator=g)
+    outputs = Outputs(weight, bias if extras else None, torch.rand(size, generator=g) if extras else None, rule)
+    states, wanted = torch.randn(n, width, generator=g).requires_grad_(), torch.randn(n, width, generator=g)
+    weights = torch.rand(n, generator=g)
+    reference = (plain(outputs, states, wanted, variation) * weights).sum()
+    (expected,) = torch.autograd.grad(3 * reference, states)
+    loss = Divergence.apply(states, wanted, weights, outputs, variation)
+    (found,) = torch.autograd.grad(3 * loss, states)
+    assert torch.allclose(loss, reference, rtol=1e-4)
+    assert torch.allclose(found, expected, atol=2e-5), (found - expected).abs().max()
+
+
+def test_a_part_that_is_the_whole_vocabulary_gives_the_whole_loss(small_target: Callable[..., Target]) -> None:
+    target = small_target()
+    batch, student = batch_of(texts(target, [12, 9])), Student(target, 2)
+    frequent = torch.arange(8)
+    losses = []
+    for known, sampled in ((torch.arange(64), 0), (frequent, 64), (frequent, 56)):
+        config = replace(EXACT, sampled=sampled)
+        loss, weight = loss_of(student, target, batch, Vocabulary(target, known, config), config, generator())
+        losses.append(loss.item())
+        assert weight == pytest.approx(6 + 5 + 0.25 * (6 + 4))
+    hidden, wanted = student.hidden(batch["token"])[1], target.final_norm(batch["last"])[1]  # the longer text
+    whole = plain(Vocabulary(target, frequent, EXACT).whole, hidden, wanted, 0.0)
+    alone = batch_of(texts(target, [12]))
+    first, _ = loss_of(student, target, alone, Vocabulary(target, torch.arange(64), EXACT), EXACT, generator())
+    assert first.item() == pytest.approx(float(whole[6:].sum() + 0.25 * whole[:6].sum()), rel=1e-4)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) == losses[2]
+    part, _ = loss_of(student, target, batch, Vocabulary(target, frequent, EXACT), EXACT, generator())
+    assert float(part) != pytest.approx(losses[0], rel=1e-3), "four of the others are not all of them"
+
+
+def test_sampled_tokens_stand_for_all_that_are_left_out(small_target: Callable[..., Target]) -> None:
+    """The sum that a softmax divides by is right on average, and exact in the tokens that are always there."""
+    target = small_target()
+    vocabulary = Vocabulary(target, torch.tensor([3, 5, 9]), replace(EXACT, sampled=6))
+    state = torch.randn(1, 32, generator=generator(2))
+    whole = vocabulary.whole.logits(state).exp().sum()
+    present, g, sums = torch.tensor([5, 11, 12]), generator(3), []
+    for _ in range(2000):
+        part = vocabulary.part(present, g)
+        assert part.weight.shape == (5 + 6, 32) and part.shift is not None
+        assert torch.equal(part.weight[:5], target.head.weight[[3, 5, 9, 11, 12]]) and not part.shift[:5].any()
+        assert len(part.weight.unique(dim=0)) == 11, "no token twice"
+        sums.append((part.logits(state) + part.shift).exp().sum())
+    found = torch.stack(sums)
+    assert abs(float(found.mean() - whole)) < 4 * float(found.std()) / 2000**0.5
+    assert float(found.std()) > 0
+
+
+def test_padding_and_company_change_nothing(small_target: Callable[..., Target]) -> None:
+    target, docs = small_target(), texts(small_target(), [10, 17, 13])
+    student, vocabulary = Student(target, 2), Vocabulary(target, torch.arange(64), EXACT)
+    together, weight = loss_of(student, target, batch_of(docs), vocabulary, EXACT, generator())
+    alone = [loss_of(student, target, batch_of([doc]), vocabulary, EXACT, generator()) for doc in docs]
+    assert float(together) == pytest.approx(sum(float(loss) for loss, _ in alone), rel=1e-5)
+    assert weight == pytest.approx(sum(w for _, w in alone))
+
+
+def test_rows_that_do_not_count(small_target: Callable[..., Target]) -> None:
+    target = small_target()
+    student, vocabulary = Student(target, 2), Vocabulary(target, torch.arange(64), EXACT)
+    batch = batch_of(texts(target, [10, 17]))
+    batch["written"][:] = False
+    loss, weight = loss_of(student, target, batch, vocabulary, replace(EXACT, prompt_weight=0.0), generator())
+    assert (loss.item(), weight) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_student_computes_what_the_draft_will(family: str) -> None:
+    target = family_target(family)
+    student, draft = Student(target, [0, 2]), cut(target, [0, 2])
+    tokens = torch.randint(1, 90, (2, 13), generator=generator())
+    hidden = student.hidden(tokens)
+    vocabulary = Vocabulary(target, torch.arange(5), EXACT)
+    assert torch.allclose(vocabulary.whole.logits(hidden), draft.forward(tokens, KVCache(2)), atol=2e-4)
+    before = target.forward(tokens, KVCache(2))
+    docs = texts(target, [11, 14])
+    loss, _ = loss_of(student, target, batch_of(docs), vocabulary, EXACT, generator())
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in student.parameters.values())
+    assert all(p.grad.any() for name, p in student.parameters.items() if p.grad is not None and "experts" not in name)
+    with torch.no_grad():
+        for p in student.parameters.values():
+            p.add_(1.0)
+    assert torch.equal(target.forward(tokens, KVCache(2)), before), "the target is not touched"
+
+
+# -- validation -------------------------------------------------------------------------------------------
+
+
+def test_the_target_agrees_with_itself(small_target: Callable[..., Target]) -> None:
+    target = small_target()
+    docs = texts(target, [40, 150])
+    found = evaluate(Student(target, target.blocks), target, docs, Vocabulary(target, torch.arange(9), EXACT), EXACT)
+    assert (found["agreement"], found["acceptance"], found["divergence"]) == (1.0, 1.0, 0.0)
+    assert found["cross_entropy"] > 0.5, "which is the target's entropy"
+    assert found["agreement_by_position"] == {"0-64": 1.0, "64-128": 1.0, "128-256": 1.0}
+
+
+def test_what_a_validation_counts(small_target: Callable[..., Target]) -> None:
+    """Against full laws, row by row."""
+    target = small_target()
+    docs = texts(target, [80, 30])
+    student, draft = Student(target, 2), cut(target, 2)
+    found = evaluate(student, target, docs, Vocabulary(target, torch.arange(9), EXACT), EXACT)
+    agreed, accepted, crossed = [], [], []
+    for doc in docs:
+        p, q = (m.forward(doc["token"][None], KVCache(1))[0].softmax(-1)[doc["written"]] for m in (target, draft))
+        agreed.append(p.argmax(-1) == q.argmax(-1))
+        accepted.append(torch.minimum(p, q).sum(-1))
+        crossed.append(-(p * q.log()).sum(-1))
+    assert found["agreement"] == pytest.approx(float(torch.cat(agreed).float().mean()), abs=1e-4)
+    assert found["acceptance"] == pytest.approx(float(torch.cat(accepted).mean()), abs=1e-4)
+    assert found["cross_entropy"] == pytest.approx(float(torch.cat(crossed).mean()), abs=1e-3)
+    late = accepted[0][64 - 40 :]  # the first text's own tokens are at 40 to 79
+    assert found["acceptance_by_position"]["64-128"] == pytest.approx(float(late.mean()), abs=1e-4)
+
+
+# -- runs -------------------------------------------------------------------------------------------------
+
+SMALL = DraftTrainConfig(
+    tokens=3000, batch_tokens=48, frequent=24, sampled=16, validation_documents=1, checkpoint_seconds=0.0,
+    learning_rate=3e-3, precision="float32",
+)  # fmt: skip
+
+
+@pytest.fixture
+def store(tmp_path: Path, small_target: Callable[..., Target]) -> Path:
+    return write_store(small_target(), tmp_path / "text")
+
+
+def test_training_learns_resumes_and_saves(store: Path, tmp_path: Path, small_target: Callable[..., Target]) -> None:
+    target = small_target()
+    folder = tmp_path / "draft"
+    run = train(target, [store], folder, SMALL)
+    first = next(run)
+    assert first["rows"] == 0 and first["acceptance"] < 0.9
+    half = next(r for r in run if r["rows"] > 1000)
+    run.close()  # interrupted: the next call goes on from the last checkpoint
+    early = load_draft(folder, target)
+    assert early.blocks == 2, "a checkpoint is a draft that can be used"
+    records = list(train(target, [store], folder, SMALL))
+    assert (records[0]["rows"], records[0]["acceptance"]) == (half["rows"], half["acceptance"])
+    saved = json.loads((folder / "draft.json").read_text())
+    assert saved["blocks"] == [0, 3] and saved["rows"] == records[-1]["rows"] >= 3000
+    assert saved["target"] == target.fingerprint.to_dict() and saved["config"]["learning_rate"] == 3e-3
+    assert saved["written_tokens"] == 2 * 4 * WRITTEN and saved["text"][0]["store"] == "text"
+    assert saved["result"]["acceptance"] == records[-1]["acceptance"]
+    assert [line["rows"] for line in saved["log"]][-1] == saved["rows"] and saved["provenance"]["seed"] == 0
+
+    draft = load_draft(folder, target)
+    ids = CaptureStore.open(store).shard_rows(1)["token"][: PROMPT + WRITTEN - 1]
+    tokens = torch.from_numpy(ids.astype("int64"))[None]
+    theirs = target.forward(tokens, KVCache(1)).argmax(-1)[0, PROMPT:]
+    agreement = [
+        float((m.forward(tokens, KVCache(1)).argmax(-1)[0, PROMPT:] == theirs).float().mean())
+        for m in (cut(target, 2), draft)
+    ]
+    assert agreement[1] > max(0.8, agreement[0] + 0.2), agreement
+
+
+def test_a_run_continued_is_as_good_as_its_state(
+    store: Path, tmp_path: Path, small_target: Callable[..., Target]
+) -> None:
+    """Weights, moments and counters come back as they were: the next step is what it would have been."""
+    target = small_target()
+    folder = tmp_path / "draft"
+    run = train(target, [store], folder, replace(SMALL, tokens=10_000))
+    next(r for r in run if r["rows"] > 300)
+    run.close()
+    kept = load_file(folder / "run" / "state.safetensors")
+    assert sum(name.endswith("exp_avg_sq") for name in kept) == len(Student(target, 2).parameters)
+    list(train(target, [store], folder, replace(SMALL, tokens=1)))  # over already: nothing moves
+    again = load_file(folder / "run" / "state.safetensors")
+    assert kept.keys() == again.keys() and all(torch.equal(kept[k], again[k]) for k in kept)
+
+
+def test_a_seed_decides_a_run(store: Path, tmp_path: Path, small_target: Callable[..., Target]) -> None:
+    made = []
+    for name, seed in (("one", 0), ("two", 0), ("three", 1)):
+        list(train(small_target(), [store], tmp_path / name, replace(SMALL, tokens=300, seed=seed)))
+        made.append(load_file(tmp_path / name / "draft.safetensors"))
+    assert all(torch.equal(made[0][k], made[1][k]) for k in made[0])
+    assert any(not torch.equal(made[0][k], made[2][k]) for k in made[0])
+
+
+def test_a_store_that_grows_is_read_further(store: Path, tmp_path: Path, small_target: Callable[..., Target]) -> None:
+    target = small_target()
+    run = train(target, [store], tmp_path / "draft", replace(SMALL, tokens=100_000))
+    next(r for r in run if r["rows"])
+    write_store(target, tmp_path / "more", shards=3)
+    for name in ("rows/00002.parquet", "states/00002.safetensors", "manifest.json"):
+        (store / name).write_bytes((tmp_path / "more" / name).read_bytes())
+    next(itertools.islice((r for r in run if r["rows"]), 8, None))
+    run.close()
+    saved = json.loads((tmp_path / "draft" / "draft.json").read_text())
+    assert saved["written_tokens"] == 3 * 4 * WRITTEN
+
+
+def test_a_run_of_minutes_ends_by_the_clock(
+    store: Path, tmp_path: Path, small_target: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that moves a tenth of a second whenever it is asked. The caller's time does not count."""
+    clock = itertools.count(0.0, 0.1)
+    monkeypatch.setattr("decoding.draft.training.time.monotonic", lambda: next(clock))
+    config = replace(SMALL, tokens=10**9, minutes=0.5, checkpoint_seconds=10.0)
+    folder, kept = tmp_path / "draft", []
+    run = train(small_target(), [store], folder, config)
+    assert next(run)["rows"] == 0
+    for _ in range(2):
+        assert next(run)["rows"] > 0
+        kept.append(json.loads((folder / "run" / "state.json").read_text())["seconds"])
+        for _ in range(5000):
+            next(clock)
+    run.close()
+    assert 10 < kept[0] < 13 and 10 < kept[1] - kept[0] < 13
+    *_, last = train(small_target(), [store], folder, config)  # goes on where it was
+    ended = json.loads((folder / "run" / "state.json").read_text())
+    assert 30 <= ended["seconds"] < 33 and ended["rows"] == last["rows"]
+    assert [r["rows"] for r in train(small_target(), [store], folder, config)] == [last["rows"]], "it is over"
+
+
+def test_a_run_keeps_its_blocks(store: Path, tmp_path: Path, small_target: Callable[..., Target]) -> None:
+    target = small_target()
+    list(train(target, [store], tmp_path / "draft", replace(SMALL, tokens=1), blocks=[0, 1]))
+    assert json.loads((tmp_path / "draft" / "draft.json").read_text())["blocks"] == [0, 1]
+    with pytest.raises(DraftError, match=r"trains blocks \[0, 1\], not \[0, 3\]"):
+        next(train(target, [store], tmp_path / "draft", SMALL))
+
+
+def test_texts_that_no_draft_can_learn_from(
+    store: Path, tmp_path: Path, small_target: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = small_target()
+    one = write_store(target, tmp_path / "one", shards=1)
+    with pytest.raises(ValueError, match="no text to train on beside the 4 documents that are held out"):
+        list(train(target, [one], tmp_path / "draft", replace(SMALL, validation_documents=4)))
+    manifest = json.loads((store / "manifest.json").read_text())
+    (store / "manifest.json").write_text(json.dumps(manifest | {"sites": ["resid_pre.2"]}))
+    with pytest.raises(DraftError, match=r"a draft learns from resid_post.3, and .*text holds no states of it"):
+        next(train(target, [store], tmp_path / "draft", SMALL))
+    (store / "manifest.json").write_text(json.dumps(manifest | {"shards": []}))
+    with pytest.raises(DraftError, match="has no complete shard yet"):
+        next(train(target, [store], tmp_path / "draft", SMALL))
+    monkeypatch.setattr(target, "quantization", "bnb-4bit")
+    with pytest.raises(DraftError, match=r"small-llama is quantized .bnb-4bit.: train a draft of it unquantized"):
+        next(train(target, [one], tmp_path / "draft", SMALL))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("blocks", 0), ("tokens", 0), ("batch_tokens", -1), ("accumulate", 0), ("frequent", 0), ("sampled", -1),
+        ("variation", 1.5), ("prompt_weight", -0.1), ("learning_rate", float("nan")), ("clip", 0.0),
+        ("minutes", -1.0), ("weight_decay", float("inf")), ("precision", "fp8"), ("validation_documents", 0),
+    ],
+)  # fmt: skip
+def test_settings_are_checked(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{name} is {value!r}"):
+        DraftTrainConfig(**{name: value})  # type: ignore[arg-type]
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    rates = [learning_rate(1.0, p) for p in (0.0, 0.01, 0.02, 0.5, 0.9, 1.0)]
+    assert rates[0] == pytest.approx(0.05) and rates[0] < rates[1] < rates[2] > rates[3] > rates[4] > rates[5] == 0.0
+    assert rates[3] == pytest.approx(0.5)
