@@ -37,6 +37,8 @@ from decoding.training import Document, documents, frequent_tokens, keep, learni
 
 BUCKETS = (64, 128, 256, 512)
 """Positions at which the rows of a validation are divided."""
+PLAIN = 1024
+"""Longest text, in tokens, whose attention is written out on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,7 @@ class Student:
             raise DraftError(f"{target.name} is quantized ({target.quantization}): train a draft of it unquantized")
         self.draft = cut_ordinary(target, blocks)
         self.blocks = spread(blocks, target.blocks) if isinstance(blocks, int) else list(blocks)
-        if self.draft.model.config._attn_implementation == attention.NAME:
-            self.draft.model.set_attn_implementation("sdpa")
+        self._folds = self.draft.model.config._attn_implementation == attention.NAME
         self.draft.layers.float().requires_grad_(True)
         self.draft.final_norm.float().requires_grad_(True)
 
@@ -115,6 +116,9 @@ class Student:
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         """Normed final states [B, T, width] of whole texts [B, T], padded at their ends."""
+        if self._folds:  # a CPU's fused kernel is the slower one for texts like these, forwards and backwards
+            plain = tokens.device.type == "cpu" and tokens.shape[1] <= PLAIN
+            self.draft.model.set_attn_implementation("eager" if plain else "sdpa")
         embedding = self.draft.embed(tokens).float()
         states: torch.Tensor = self.draft.backbone(inputs_embeds=embedding, use_cache=False).last_hidden_state
         return states

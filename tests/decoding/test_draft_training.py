@@ -150,8 +150,11 @@ def test_rows_that_do_not_count(small_target: Callable[..., Target]) -> None:
     assert (loss.item(), weight) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_student_computes_what_the_draft_will(family: str) -> None:
+def test_a_student_computes_what_the_draft_will(family: str, plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not plain:
+        monkeypatch.setattr("decoding.draft.training.PLAIN", 0)
     target = family_target(family)
     student, draft = Student(target, [0, 2]), cut(target, [0, 2])
     tokens = torch.randint(1, 90, (2, 13), generator=generator())
