@@ -14,6 +14,7 @@ from decoding.costs import CostTable, cached_costs, get_costs
 from decoding.drafters import Drafter
 from decoding.engine import Commit, Engine
 from decoding.modes import DecodingError, ModeSettings, Parts, Plan, SiteProbe, get_mode
+from decoding.overlap import OverlappedScheduler
 from decoding.request import TARGET, Request
 from decoding.scheduler import SequentialScheduler
 from decoding.selfcheck import ensure_tree_forward
@@ -122,13 +123,16 @@ class Decoder:
         settings: ModeSettings | None = None,
         costs: CostTable | None = None,
         lengths: LengthHead | None = None,
+        elsewhere: Mapping[str, Drafter] | None = None,
     ) -> None:
-        """`neural`: the neural drafters by name, or a single one. Modes and settings choose among them."""
+        """`neural`: the neural drafters by name, or a single one. Modes and settings choose among them. `elsewhere`:
+        the same in processes of their own, for mode minedraft."""
         self.target = target
         self.probe = probe
         self.neural: Mapping[str, Drafter] = (
             neural if isinstance(neural, Mapping) else {} if neural is None else {neural.name: neural}
         )
+        self.elsewhere = {} if elsewhere is None else elsewhere
         self.lengths = lengths
         self.shared: SharedStore | None = None
         """What finished texts leave to copy from, where `shared_tokens` asks for it; `reset()` empties it."""
@@ -238,8 +242,9 @@ class Decoder:
     def plan(self, mode: str, settings: ModeSettings | None = None) -> Plan:
         """A mode, built from this decoder's parts."""
         parts = Parts(
-            self.target, settings or self.settings, self.probe, self.neural, self.lengths, self.costs, self._store
-        )
+            self.target, settings or self.settings, self.probe, self.neural, self.lengths, self.costs, self._store,
+            self.elsewhere,
+        )  # fmt: skip
         built = get_mode(mode).build(parts)
         if built.drafters:
             ensure_tree_forward(self.target)
@@ -288,7 +293,7 @@ class Decoder:
         """The events of requests in an engine's rows."""
         running = {} if running is None else running
         began = perf_counter()
-        scheduler = SequentialScheduler(engine)
+        scheduler = (OverlappedScheduler if engine.plan.overlapped else SequentialScheduler)(engine)
 
         def admitted() -> Iterator[Request]:
             for request in requests:

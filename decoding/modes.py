@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -166,6 +166,8 @@ class Parts:
     it may have to measure."""
     shared: Callable[[SharedConfig], SharedStore] | None = None
     """Gives the store of finished texts for its settings; called only where there is to be one."""
+    elsewhere: Mapping[str, Drafter] = field(default_factory=dict)
+    """The neural drafters in processes of their own, which start when they are asked for."""
 
     def copy(self) -> tuple[CopyDrafter, Choice]:
         s = self.settings
@@ -244,6 +246,8 @@ class Plan:
     verifier: Verifier = field(default_factory=Verifier)
     particles: int = 1
     """Rows of a request."""
+    overlapped: bool = False
+    """One half of the requests is drafted for while the other half is verified."""
 
 
 @dataclass(frozen=True)
@@ -321,6 +325,22 @@ def _smcsd(parts: Parts) -> Plan:
     return Plan(gate, (drafter.drawing("own"),), verifier=verifier, particles=s.particles)
 
 
+def _minedraft(parts: Parts) -> Plan:
+    name = parts.settings.neural
+    if name == "none":
+        drafter, copy = parts.copy()
+        return Plan(MatchLengthGate(copy), (drafter,), overlapped=True)
+    if name not in parts.elsewhere:
+        raise DecodingError(
+            f"mode 'minedraft' drafts with neural={name} in a process of its own, and {parts.target.name} has no such "
+            "drafter there: name a head or a draft model, or choose neural=eagle, draft or none (it copies)"
+        )
+    choice = parts.choice(name)
+    if isinstance(choice.budget, PricedBudget):  # drafting costs no time while the other batch is verified
+        choice = Choice(name, replace(choice.budget, level=0.0))
+    return Plan(Always(choice), (parts.elsewhere[name],), overlapped=True)
+
+
 def _switchsd(parts: Parts) -> Plan:
     s = parts.settings
     if s.gate == "never":
@@ -358,6 +378,7 @@ def _switchsd(parts: Parts) -> Plan:
 
 COPIES = "copied drafts are certain and branch, and rejection sampling judges chains that were drawn from a law"
 WEIGHED = "its particles keep every drafted token, and are weighed instead"
+ELSEWHERE = "its drafter draws with the target's own noise"
 TREES = "an EAGLE head drafts trees of its best tokens, and rejection sampling judges chains that were drawn from a law"
 
 MODES: dict[str, Mode] = {
@@ -367,6 +388,14 @@ MODES: dict[str, Mode] = {
         Mode("copy", "copies wherever a suffix match exists", True, _copy, refuses_rejection=COPIES),
         Mode("eagle", "drafts with an EAGLE head at every step", True, _eagle, EAGLE, TREES),
         Mode("sd", "drafts with a small draft model at every step", True, _sd, DRAFT),
+        Mode(
+            "minedraft",
+            "drafts for half of the requests, in another process, while the other half is verified",
+            True,
+            _minedraft,
+            "chosen",
+            ELSEWHERE,
+        ),
         Mode("smcsd", "drafts several texts and weighs them: nearly the target's law", False, _smcsd, DRAFT, WEIGHED),
         Mode(
             "switchsd",

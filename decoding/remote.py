@@ -46,6 +46,16 @@ class RemoteError(Exception):
     """A drafter's process that cannot be started, or a drafter that failed in it. The message says why."""
 
 
+def own_device(target: torch.device) -> dict[str, Any]:
+    """Where a drafter works beside a target, as fields of a `DrafterSpec`: the last CPU core, or another GPU than the
+    target's; the same one where there is no other."""
+    if target.type == "cuda":
+        others = [i for i in range(torch.cuda.device_count()) if i != (target.index or 0)]
+        return {"device": f"cuda:{others[0] if others else target.index or 0}"}
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return {"cores": (cores[-1],) if len(cores) > 1 else ()}
+
+
 @dataclass
 class _Known:
     """What the other side has of a request."""

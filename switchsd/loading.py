@@ -83,6 +83,7 @@ def load(
         lengths=_lengths(loaded)
         if probe == AUTO or chosen.gate == "cost"
         else None,  # who names a probe means its gate
+        elsewhere=_elsewhere(loaded, drafter, draft),
     )
 
 
@@ -117,6 +118,27 @@ def _neural(target: Target, eagle: str | os.PathLike[str] | None, draft: str | o
                 makers[name] = partial(load_one, target, folder)
         elif asked is not None:
             makers[name] = partial(_same, load_one(target, asked))
+    return Drafters(makers)
+
+
+def _elsewhere(target: Target, eagle: str | os.PathLike[str] | None, draft: str | os.PathLike[str] | None) -> Drafters:
+    """The same in processes of their own, each started when a mode first asks for it."""
+    from decoding.drafters import Drafters
+    from decoding.remote import RemoteDrafter, own_device
+    from decoding.worker import DrafterSpec
+    from switchsd.artifacts import CONFIGS
+
+    where: dict[str, Any] = {
+        "target": target.name, "dtype": str(target.dtype).removeprefix("torch."), **own_device(target.device)
+    }  # fmt: skip
+    makers: dict[str, Callable[[], Drafter]] = {}
+    for name, asked in (("eagle", eagle), ("draft", draft)):
+        source = first_fitting(name, target) if asked == AUTO else asked  # type: ignore[arg-type]
+        if source is None:
+            continue
+        made = name == "eagle" or (Path(source) / CONFIGS["draft"]).is_file()
+        what: dict[str, Any] = {"folder" if made else "model": os.fspath(source)}
+        makers[name] = partial(RemoteDrafter, DrafterSpec(name, **where, **what))
     return Drafters(makers)
 
 

@@ -18,7 +18,9 @@ from decoding.eagle.drafter import EagleDrafter
 from decoding.eagle.training import initial_head
 from decoding.engine import Draft, Engine
 from decoding.modes import MODES
+from decoding.remote import RemoteDrafter
 from decoding.request import Request
+from decoding.worker import DrafterSpec
 
 REQUESTS, BATCH = 200, 8
 LONGEST_TURN = {"minedraft": 3}
@@ -31,11 +33,18 @@ def load(seed: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("mode", list(MODES))
-def test_two_hundred_requests(mode: str, small_target, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_two_hundred_requests(mode: str, small_target, request, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     target = small_target("llama")
     torch.manual_seed(0)
-    eagle = EagleDrafter(target, initial_head(target, torch.arange(0, 64, 2)))
-    decoder = Decoder(target, neural={"eagle": eagle, "draft": DraftModelDrafter(target, cut(target, 2))})
+    eagle = EagleDrafter(target, initial_head(target, torch.arange(0, 64, 2)).requires_grad_(False))
+    elsewhere = RemoteDrafter(DrafterSpec("remote_drafters:Copies")) if mode == "minedraft" else None
+    if elsewhere:
+        request.addfinalizer(elsewhere.shut_down)
+    decoder = Decoder(
+        target,
+        neural={"eagle": eagle, "draft": DraftModelDrafter(target, cut(target, 2))},
+        elsewhere={"draft": elsewhere} if elsewhere else {},
+    )
     waited: Counter[Request] = Counter()
     longest = 0
     verify = Engine.verify
@@ -44,18 +53,20 @@ def test_two_hundred_requests(mode: str, small_target, monkeypatch: pytest.Monke
         nonlocal longest
         there = {d.request.group for d in drafts}
         assert len(engine.requests) <= BATCH
-        for request in engine.requests:
-            waited[request] = 0 if request in there else waited[request] + 1
-            longest = max(longest, waited[request])
+        for one in engine.requests:
+            waited[one] = 0 if one in there else waited[one] + 1
+            longest = max(longest, waited[one])
         return verify(engine, drafts)
 
     monkeypatch.setattr(Engine, "verify", counting)
-    options = {"mode": mode, "batch": BATCH, "temperature": 0.7, "max_new_tokens": 12, "kappa": 2, "gate": "match"}
+    options = {"mode": mode, "batch": BATCH, "temperature": 0.7, "max_new_tokens": 8, "kappa": 2, "gate": "match"}
+    if elsewhere:
+        options["neural"] = "draft"
     sizes = []
-    for repetition in range(3):
+    for repetition in range(2):
         found = decoder.generate(load(repetition), **options)
         assert len(found) == REQUESTS
-        assert all(len(g.tokens) == 12 or g.stopped for g in found) and not any(g.cut for g in found)
+        assert all(len(g.tokens) == 8 or g.stopped for g in found) and not any(g.cut for g in found)
         waited.clear()
         decoder.trace.records.clear()
         del found
@@ -66,4 +77,4 @@ def test_two_hundred_requests(mode: str, small_target, monkeypatch: pytest.Monke
         sizes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
     assert longest <= LONGEST_TURN.get(mode, 0)
-    assert sizes[2] - sizes[1] < 200_000  # bytes, of 200 more requests
+    assert sizes[1] - sizes[0] < 200_000  # bytes, of 200 more requests
