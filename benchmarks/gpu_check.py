@@ -162,7 +162,7 @@ def steps(device: Any, shape: str, deadline: float, skipped: list[str]) -> dict[
     target = random_target(device, SHAPES[shape])
     head, probe = random_eagle(target), RandomProbe(target)
     loaded = perf_counter() - began
-    costs = measure(target, head, probe, budget_seconds=1.0 if tiny else 30.0)
+    costs = measure(target, [head], probe, budget_seconds=1.0 if tiny else 30.0)
     acceptance = json.loads(ACCEPTANCE.read_text())
     rows = []
     for batch in (1, 2) if tiny else (1, 8):

@@ -25,7 +25,7 @@ class DraftTree:
     logq: Sequence[float]
     """Log-probability that the drafter gave the token after its parent; 0 for a certain one."""
     q_logits: Any = None
-    """Tensor [N, V]: the law each node was drawn from, where the verifier needs it."""
+    """Float32 tensor [N, V], where the drafter draws on its own: the processed logits that each node was drawn from."""
     candidates: Any = None
     """(tokens, scores, parents) of all nodes before pruning, where a policy learns from them."""
 

@@ -206,7 +206,8 @@ def _side(column: str, settings: ModeSettings) -> str | None:
     from decoding.modes import get_mode
 
     mode, *changes = column.split("/")
-    if mode in ("ar", "copy") or (settings.neural_tree == "fixed" and get_mode(mode).neural != "chosen"):
+    gated = get_mode(mode).neural == "chosen" and settings.gate in ("auto", "cost")
+    if mode in ("ar", "copy") or (settings.neural_tree == "fixed" and not gated):
         return None
     named = [c.removeprefix("neural=") for c in changes if c.startswith("neural=")]
     return named[-1] if named and get_mode(mode).neural == "chosen" else get_mode(mode).side(settings)

@@ -96,8 +96,10 @@ class DraftModelDrafter:
 
     @cached_property
     def _weights(self) -> str:
-        """A hash of the model's files, or of the blocks of one that was cut from the target."""
-        if self.model.folder is not None:
+        """The revision of a model of its own files; else (cut from the target, whose embedding it shares) a hash of its
+        blocks."""
+        shares = self.model.embed.weight.data_ptr() == self.target.embed.weight.data_ptr()
+        if not shares and self.model.fingerprint.revision != "unknown":
             return self.model.fingerprint.revision
         digest = hashlib.sha256()
         for name, tensor in sorted(self.model.layers.state_dict().items()):

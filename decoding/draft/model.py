@@ -66,6 +66,19 @@ def cut_ordinary(target: Target, blocks: Sequence[int] | int) -> Target:
         raise DraftError(f"{target.name} is spread over devices: load it on one to cut a draft from it")
     if getattr(target.config, "num_kv_shared_layers", 0):
         raise DraftError(f"blocks of {target.name} share their keys and values: it cannot be cut")
+    try:
+        model = _copied(target, chosen)
+        name = f"{target.name} cut to {'block' if len(chosen) == 1 else 'blocks'} {', '.join(map(str, chosen))}"
+        draft = Target(model, target.tokenizer, name, None, target.quantization)
+        draft.check_structure()
+    except (TargetError, RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
+        family = type(target.model).__name__
+        raise DraftError(f"{target.name} ({family}) does not run with blocks {chosen} alone: {error}") from error
+    return draft
+
+
+def _copied(target: Target, chosen: Sequence[int]) -> Any:
+    """The target's model with copies of the chosen blocks only."""
     memo: dict[int, Any] = {}
     _share(target.model, memo, copied=[*(target.layers[b] for b in chosen), target.final_norm])
     memo[id(target.layers)] = nn.ModuleList(copy.deepcopy(target.layers[b], memo) for b in chosen)
@@ -76,14 +89,7 @@ def cut_ordinary(target: Target, blocks: Sequence[int] | int) -> Target:
                 module.layer_idx = number
     for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
         _cut_config(config, target.blocks, chosen)
-    name = f"{target.name} cut to {'block' if len(chosen) == 1 else 'blocks'} {', '.join(map(str, chosen))}"
-    try:
-        draft = Target(model, target.tokenizer, name, None, target.quantization)
-        draft.check_structure()
-    except (TargetError, RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
-        family = type(target.model).__name__
-        raise DraftError(f"{target.name} ({family}) does not run with blocks {chosen} alone: {error}") from error
-    return draft
+    return model
 
 
 def _share(model: nn.Module, memo: dict[int, Any], copied: Sequence[nn.Module]) -> None:

@@ -37,6 +37,8 @@ from decoding.training import Document, documents, frequent_tokens, keep, learni
 
 BUCKETS = (64, 128, 256, 512)
 """Positions at which the rows of a validation are divided."""
+PLAIN = 1024
+"""Longest text, in tokens, whose attention is written out on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,7 @@ class Student:
             raise DraftError(f"{target.name} is quantized ({target.quantization}): train a draft of it unquantized")
         self.draft = cut_ordinary(target, blocks)
         self.blocks = spread(blocks, target.blocks) if isinstance(blocks, int) else list(blocks)
-        if self.draft.model.config._attn_implementation == attention.NAME:
-            self.draft.model.set_attn_implementation("sdpa")
+        self._folds = self.draft.model.config._attn_implementation == attention.NAME
         self.draft.layers.float().requires_grad_(True)
         self.draft.final_norm.float().requires_grad_(True)
 
@@ -115,6 +116,9 @@ class Student:
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         """Normed final states [B, T, width] of whole texts [B, T], padded at their ends."""
+        if self._folds:  # a CPU's fused kernel is the slower one for texts like these, forwards and backwards
+            plain = tokens.device.type == "cpu" and tokens.shape[1] <= PLAIN
+            self.draft.model.set_attn_implementation("eager" if plain else "sdpa")
         embedding = self.draft.embed(tokens).float()
         states: torch.Tensor = self.draft.backbone(inputs_embeds=embedding, use_cache=False).last_hidden_state
         return states
@@ -337,6 +341,8 @@ def train(
         raise DraftError(
             f"the run in {run} trains blocks {state['blocks']}, not {student.blocks}: name those, or another folder"
         )
+    begun = {"rows": state["rows"], "config": asdict(config), "provenance": provenance(seed=config.seed)}
+    state["runs"] = [*state.get("runs", []), begun]
     # Another order after each resumption: the run must not begin with the same shards again.
     random_ = random.Random(f"{config.seed}:{state['updates']}")
     generator = torch.Generator().manual_seed(random_.getrandbits(48))
@@ -407,7 +413,9 @@ def train(
                 keep(run, state, parameters, optimizer, frequent=frequent)
                 with (run / "log.jsonl").open("a") as log:
                     log.write(json.dumps(record) + "\n")
-                _save(folder, student, target, config, state, record, dict(zip(stores, opened, strict=True)), stores)
+                _save(
+                    folder, student, target, config.seed, state, record, dict(zip(stores, opened, strict=True)), stores
+                )
                 yield record
                 saved = time.monotonic()  # neither the validation nor the caller's time counts
             if ended:
@@ -423,13 +431,14 @@ def _save(
     folder: Path,
     student: Student,
     target: Target,
-    config: DraftTrainConfig,
+    seed: int,
     state: dict[str, Any],
     record: dict[str, Any],
     opened: dict[Path, CaptureStore],
     stores: Sequence[Path],
 ) -> None:
-    """The draft as it is now, with all that is known of it."""
+    """The draft as it is now, with all that is known of it: `runs` are the settings and commands by the row from which
+    they held."""
     text = [
         {
             "store": store.folder.name,
@@ -444,7 +453,7 @@ def _save(
         student.draft,
         student.blocks,
         target,
-        config=asdict(config),
+        runs=state["runs"],
         coverage=state["coverage"],
         updates=state["updates"],
         rows=state["rows"],
@@ -454,7 +463,7 @@ def _save(
         written_tokens=sum(t["written"] for t in text),
         dropped_as_contaminated=sum(t["contaminated"] for t in text),
         log=[json.loads(line) for line in (folder / "run" / "log.jsonl").read_text().splitlines()],
-        provenance=provenance(seed=config.seed),
+        provenance=provenance(seed=seed),
     )
 
 

@@ -9,11 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_draft_drafter import draft_of
 from test_eagle_head import random_head
 
 from activations.target import Target, TargetError
 from decoding.chat import Chat
 from decoding.decoder import Decoder
+from decoding.draft.drafter import DraftModelDrafter
+from decoding.drafters import Drafter
 from decoding.eagle.drafter import EagleDrafter
 from decoding.engine import Engine
 from decoding.modes import ModeSettings, Parts, get_mode
@@ -32,11 +35,15 @@ def drafts(trace: Trace) -> list[Any]:
 
 @settings(max_examples=20, deadline=None)
 @given(turns=st.lists(st.tuples(st.integers(0, 40), tokens, st.integers(1, 12)), min_size=2, max_size=4))
-@pytest.mark.parametrize("mode", ["ar", "copy", "eagle", "switchsd"])
+@pytest.mark.parametrize("mode", ["ar", "copy", "eagle", "sd", "switchsd"])
 def test_as_if_from_nothing(small_target, mode, turns) -> None:  # type: ignore[no-untyped-def]
     """Each turn keeps a part of the text so far and goes on differently."""
     target = small_target("llama")
-    parts = Parts(target, ModeSettings(kappa=2, gate="match"), neural={"eagle": EagleDrafter(target, random_head())})
+    neural: dict[str, Drafter] = {
+        "eagle": EagleDrafter(target, random_head()),
+        "draft": DraftModelDrafter(target, draft_of(target)),
+    }
+    parts = Parts(target, ModeSettings(kappa=2, gate="match"), neural=neural)
     plan, trace = get_mode(mode).build(parts), Trace()
     kept = Engine(target, plan, trace=trace, keeps=True)
     text: list[int] = []

@@ -150,8 +150,11 @@ def test_rows_that_do_not_count(small_target: Callable[..., Target]) -> None:
     assert (loss.item(), weight) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_student_computes_what_the_draft_will(family: str) -> None:
+def test_a_student_computes_what_the_draft_will(family: str, plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not plain:
+        monkeypatch.setattr("decoding.draft.training.PLAIN", 0)
     target = family_target(family)
     student, draft = Student(target, [0, 2]), cut(target, [0, 2])
     tokens = torch.randint(1, 90, (2, 13), generator=generator())
@@ -228,7 +231,9 @@ def test_training_learns_resumes_and_saves(store: Path, tmp_path: Path, small_ta
     assert (records[0]["rows"], records[0]["acceptance"]) == (half["rows"], half["acceptance"])
     saved = json.loads((folder / "draft.json").read_text())
     assert saved["blocks"] == [0, 3] and saved["rows"] == records[-1]["rows"] >= 3000
-    assert saved["target"] == target.fingerprint.to_dict() and saved["config"]["learning_rate"] == 3e-3
+    assert saved["target"] == target.fingerprint.to_dict()
+    assert [run["rows"] for run in saved["runs"]] == [0, half["rows"]], "what held from which row"
+    assert saved["runs"][1]["config"]["learning_rate"] == 3e-3 and saved["runs"][1]["provenance"]["seed"] == 0
     assert saved["written_tokens"] == 2 * 4 * WRITTEN and saved["text"][0]["store"] == "text"
     assert saved["result"]["acceptance"] == records[-1]["acceptance"]
     assert [line["rows"] for line in saved["log"]][-1] == saved["rows"] and saved["provenance"]["seed"] == 0

@@ -89,6 +89,19 @@ def test_it_samples_what_the_target_samples(family, small_target, data) -> None:
         assert tokens_of(decoder.generate(prompts, mode="sd", batch=batch, **options)) == alone
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_many_requests_at_once(small_target, family) -> None:  # type: ignore[no-untyped-def]
+    """Wide caches show whole rows; requests of other lengths come and go."""
+    decoder = decoder_for(small_target(family), draft_tokens=3)
+    draw = random.Random(1)
+    prompts = [[draw.randrange(62) for _ in range(draw.randrange(1, 30))] for _ in range(40)]
+    alone = decoder.generate(prompts, mode="ar", max_new_tokens=12, batch=1)
+    for batch in (16, 21):
+        assert tokens_of(decoder.generate(prompts, mode="sd", max_new_tokens=12, batch=batch)) == tokens_of(alone)
+    switch = {"mode": "switchsd", "gate": "match", "neural": "draft", "batch": 21}  # some of them are asked about
+    assert tokens_of(decoder.generate(prompts, max_new_tokens=12, **switch)) == tokens_of(alone)
+
+
 def run(target: Target, settings: ModeSettings, mode: str, requests: Sequence[Request], rows: int) -> Engine:
     """All requests to their ends, without a decoder."""
     parts = Parts(target, settings, neural={"draft": DraftModelDrafter(target, draft_of(target, 0.02))})
@@ -192,6 +205,7 @@ def test_rejection_is_the_targets_text_where_it_is_greedy_and_another_one_where_
     assert "acceptance" not in decoder.describe("ar")
 
 
+@pytest.mark.slow
 def test_three_tokens_have_the_targets_joint_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the whole step loop, with chains whose length depends on the draft model's laws."""
     import test_modes_law
