@@ -229,7 +229,7 @@ def _side(column: str, settings: ModeSettings) -> str | None:
 
     mode, *changes = column.split("/")
     gated = get_mode(mode).neural == "chosen" and settings.gate in ("auto", "cost")
-    if mode in ("ar", "copy") or (settings.neural_tree == "fixed" and not gated):
+    if mode in ("ar", "copy", "smcsd") or (settings.neural_tree == "fixed" and not gated):
         return None
     named = [c.removeprefix("neural=") for c in changes if c.startswith("neural=")]
     return named[-1] if named and get_mode(mode).neural == "chosen" else get_mode(mode).side(settings)

@@ -322,3 +322,23 @@ def test_drafts_without_a_law_and_trees_are_refused() -> None:
     fork = DraftTree([2, 3], [-1, -1], ["draft"] * 2, [0.0] * 2, torch.zeros(2, 4))
     with pytest.raises(ValueError, match="drafted in chains"):
         verifier.accept([fork] * 2, torch.zeros(2, 3, 4), group.rows)
+
+
+def test_a_group_draws_for_itself_alone() -> None:
+    """Groups with the same weights are resampled and picked from differently, and again in the same way."""
+    world = World.random(5, apart=1.0)
+
+    def drawn(seed: int) -> tuple[list[list[int | None]], list[int]]:
+        verifier = ParticleVerifier(6, [STOP], resampling="multinomial", threshold=1.0)
+        groups = groups_of(20, 6, 2, Sampling(1.0, seed=seed))
+        trees = [chain([token], world.draft[[1]]) for token in (1, 2, 3, 4, 2, 3)] * 20
+        rows = [row for group in groups for row in group.rows]
+        verdicts = verifier.accept(trees, logits_of(world, rows, trees), rows)
+        origins = [[v.ancestor if v.ancestor is None else v.ancestor - 6 * i for v in verdicts[6 * i : 6 * i + 6]]
+                   for i in range(20)]  # fmt: skip
+        picked = [verifier.pick(group) for group in groups]
+        return origins, [p.particle for p in picked if p is not None]
+
+    origins, picked = drawn(1)
+    assert len({tuple(o) for o in origins}) > 5 and len(set(picked)) > 3
+    assert drawn(1) == (origins, picked) != drawn(2)
