@@ -38,12 +38,12 @@ from decoding.costs import machine
 from decoding.drafters import CopyDrafter, Drafter
 from decoding.engine import Asked, Commit, Draft, Engine
 from decoding.gates import Always, Choice
+from decoding.minedraft.remote import RemoteDrafter
+from decoding.minedraft.scheduler import OverlappedScheduler
+from decoding.minedraft.worker import DrafterSpec
 from decoding.modes import Plan
-from decoding.overlap import OverlappedScheduler
-from decoding.remote import RemoteDrafter
 from decoding.request import Request
 from decoding.scheduler import Scheduler, SequentialScheduler
-from decoding.worker import DrafterSpec
 from switchsd.loading import first_fitting
 
 TARGET_CORE, DRAFTER_CORE = 0, 1

@@ -13,8 +13,8 @@ from activations.target import Target
 from decoding.costs import CostTable, cached_costs, get_costs
 from decoding.drafters import Drafter
 from decoding.engine import Commit, Engine
+from decoding.minedraft.scheduler import OverlappedScheduler
 from decoding.modes import DecodingError, ModeSettings, Parts, Plan, SiteProbe, get_mode
-from decoding.overlap import OverlappedScheduler
 from decoding.request import TARGET, Request
 from decoding.scheduler import SequentialScheduler
 from decoding.selfcheck import ensure_tree_forward

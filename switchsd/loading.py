@@ -124,8 +124,8 @@ def _neural(target: Target, eagle: str | os.PathLike[str] | None, draft: str | o
 def _elsewhere(target: Target, eagle: str | os.PathLike[str] | None, draft: str | os.PathLike[str] | None) -> Drafters:
     """The same in processes of their own, each started when a mode first asks for it."""
     from decoding.drafters import Drafters
-    from decoding.remote import RemoteDrafter, own_device
-    from decoding.worker import DrafterSpec
+    from decoding.minedraft.remote import RemoteDrafter, own_device
+    from decoding.minedraft.worker import DrafterSpec
     from switchsd.artifacts import CONFIGS
 
     where: dict[str, Any] = {

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from decoding.costs import CostTable
-from decoding.roofline import HARDWARE, MODELS, Roofline, devices_for
-from decoding.simulator import Comparison, Curves, FromCosts, Measured, Times, Workload, compare
+from decoding.minedraft.roofline import HARDWARE, MODELS, Roofline, devices_for
+from decoding.minedraft.simulator import Comparison, Curves, FromCosts, Measured, Times, Workload, compare
 from switchsd.options import UsageError
 from switchsd.show import AsJson, as_json, notes, out, table
 

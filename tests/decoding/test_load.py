@@ -17,10 +17,10 @@ from decoding.draft.model import cut
 from decoding.eagle.drafter import EagleDrafter
 from decoding.eagle.training import initial_head
 from decoding.engine import Draft, Engine
+from decoding.minedraft.remote import RemoteDrafter
+from decoding.minedraft.worker import DrafterSpec
 from decoding.modes import MODES
-from decoding.remote import RemoteDrafter
 from decoding.request import Request
-from decoding.worker import DrafterSpec
 
 REQUESTS, BATCH = 200, 8
 LONGEST_TURN = {"minedraft": 3}

@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerFast
 
 from decoding.chat import Chat
 from decoding.decoder import Decoder
+from decoding.minedraft.remote import RemoteDrafter, own_device
+from decoding.minedraft.worker import DrafterSpec
 from decoding.modes import DecodingError
-from decoding.remote import RemoteDrafter, own_device
-from decoding.worker import DrafterSpec
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "neural_tree": "fixed", "neural_nodes": 6}
 

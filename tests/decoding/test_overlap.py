@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from schedules import Elsewhere, Guesser, HashTarget, ends, engine_for, truth
 
 from activations.sampling import Sampling
-from decoding.batches import BatchManager, HalfStep
 from decoding.drafters import CopyDrafter
-from decoding.overlap import OverlappedScheduler
+from decoding.minedraft.batches import BatchManager, HalfStep
+from decoding.minedraft.scheduler import OverlappedScheduler
 from decoding.request import Request
 from decoding.scheduler import ABORTED, SequentialScheduler
 

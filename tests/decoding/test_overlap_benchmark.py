@@ -9,7 +9,7 @@ from schedules import Guesser, HashTarget, truth
 from small import maker
 
 from activations.sampling import Sampling
-from decoding.overlap import OverlappedScheduler
+from decoding.minedraft.scheduler import OverlappedScheduler
 from decoding.request import Request
 from decoding.scheduler import SequentialScheduler
 

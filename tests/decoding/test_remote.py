@@ -23,12 +23,12 @@ from activations.sampling import Sampling
 from decoding.budgets import FixedBudget, PricedBudget
 from decoding.engine import Engine
 from decoding.gates import Always, Choice, Never
+from decoding.minedraft.remote import RemoteDrafter, RemoteError
+from decoding.minedraft.scheduler import OverlappedScheduler
+from decoding.minedraft.worker import DrafterSpec, Worker, budget_from, budget_to, build
 from decoding.modes import Plan
-from decoding.overlap import OverlappedScheduler
-from decoding.remote import RemoteDrafter, RemoteError
 from decoding.request import Request
 from decoding.scheduler import Scheduler, SequentialScheduler
-from decoding.worker import DrafterSpec, Worker, budget_from, budget_to, build
 
 BUDGET = FixedBudget(6, 4)
 Make = Callable[..., RemoteDrafter]
@@ -186,7 +186,7 @@ def test_states_and_laws_travel_bit_for_bit(remote: Make) -> None:
 
 
 def test_what_waits_is_sent_in_one_message(remote: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    from decoding import wire
+    from decoding.minedraft import wire
 
     there = remote("Copies")
     requests = [Request(i, [5, 6, 5]) for i in range(3)]
@@ -354,8 +354,8 @@ def test_it_keeps_to_its_cores_and_ends(remote: Make) -> None:
 SCRIPT = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test in the background inherits that it is ignored
-from decoding.remote import RemoteDrafter
-from decoding.worker import DrafterSpec
+from decoding.minedraft.remote import RemoteDrafter
+from decoding.minedraft.worker import DrafterSpec
 from decoding.budgets import FixedBudget
 from decoding.request import Request
 there = RemoteDrafter(DrafterSpec("remote_drafters:failing", options={"how": "hang"}))
@@ -446,7 +446,7 @@ def test_a_request_whose_start_failed_is_answered_so_and_others_are_not() -> Non
                 raise ValueError("not this one")
             super().start(request, features)
 
-    from decoding.worker import request_to
+    from decoding.minedraft.worker import request_to
 
     worker = Worker(Picky())
     for number in (0, 1):
@@ -466,7 +466,7 @@ def test_a_request_whose_start_failed_is_answered_so_and_others_are_not() -> Non
 
 
 def test_resampled_requests_have_their_ancestor_s_text_there_too() -> None:
-    from decoding.worker import request_to
+    from decoding.minedraft.worker import request_to
 
     worker = Worker(Copies())
     for number in range(3):

@@ -10,8 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoding.costs import CostTable
-from decoding.roofline import BLOCK_US, HARDWARE, MODELS, REACHED, Roofline, devices_for
-from decoding.simulator import Curves, FromCosts, Measured, Workload, compare, frontier, overlapped, sequential
+from decoding.minedraft.roofline import BLOCK_US, HARDWARE, MODELS, REACHED, Roofline, devices_for
+from decoding.minedraft.simulator import (
+    Curves,
+    FromCosts,
+    Measured,
+    Workload,
+    compare,
+    frontier,
+    overlapped,
+    sequential,
+)
 
 LONG = Workload(requests=120, tokens=200, acceptance=0.7)
 

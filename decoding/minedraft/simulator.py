@@ -2,7 +2,7 @@
 
 Both systems hold the same requests at a time, 2m. `sequential` drafts for all of them and then verifies all of them;
 `overlapped` drives the real `BatchManager`, with m in each batch. Times come from measured tables, from a cost table,
-or from a roofline of published figures (`decoding.roofline`). Requests accept the same lengths, step by step, in both.
+or from a roofline of published figures. Requests accept the same lengths, step by step, in both.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Protocol
 
-from decoding.batches import BatchManager
 from decoding.costs import CostTable
+from decoding.minedraft.batches import BatchManager
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from activations.sampling import Sampling
-from decoding import wire
 from decoding.budgets import Budget, FixedBudget, PricedBudget
 from decoding.drafters import CopyDrafter, Drafter
+from decoding.minedraft import wire
 from decoding.request import Request
 from decoding.tree import DraftTree
 
@@ -235,7 +235,7 @@ def budget_from(plain: dict[str, Any]) -> Budget:
 
 
 def main() -> None:
-    """`python -c "from decoding.worker import main; main()" FD`: serve the socket of that number until it ends."""
+    """What the other process runs: serve the socket whose number is its argument, until that ends."""
     threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
     sock = socket.socket(fileno=int(sys.argv[1]))
     spec_message, _ = wire.receive(sock)

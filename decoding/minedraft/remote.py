@@ -28,12 +28,12 @@ from typing import IO, Any
 
 import torch
 
-from decoding import wire
 from decoding.budgets import Budget
+from decoding.minedraft import wire
+from decoding.minedraft.wire import WireError
+from decoding.minedraft.worker import DrafterSpec, budget_to, request_to, tree_from
 from decoding.request import Request
 from decoding.tree import DraftTree
-from decoding.wire import WireError
-from decoding.worker import DrafterSpec, budget_to, request_to, tree_from
 
 LOG = logging.getLogger("switchsd")
 DEATHS = 3
@@ -288,7 +288,7 @@ class _Process:
         try:
             with theirs:
                 self._popen = subprocess.Popen(
-                    [sys.executable, "-P", "-c", f"{pin}from decoding import worker; worker.main()",
+                    [sys.executable, "-P", "-c", f"{pin}from decoding.minedraft import worker; worker.main()",
                      str(theirs.fileno())],
                     stdin=subprocess.PIPE, stdout=self._errors, stderr=self._errors, pass_fds=(theirs.fileno(),),
                     env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(spec.threads)},

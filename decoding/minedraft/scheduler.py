@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from decoding.batches import BatchManager
 from decoding.engine import Commit, Draft, Engine
+from decoding.minedraft.batches import BatchManager
 from decoding.request import Request
 from decoding.scheduler import Scheduler
 
@@ -15,8 +15,8 @@ from decoding.scheduler import Scheduler
 class OverlappedScheduler(Scheduler):
     """Asks the drafters about one batch, verifies the other meanwhile, and takes the answers.
 
-    Only a drafter with a process or a device of its own (`decoding.remote`) gains time by it: any other drafts when
-    its answer is taken. A request is drafted for after its own last verification, never before, so that its text is
+    Only a drafter with a process or a device of its own (`RemoteDrafter`) gains time by it: any other drafts when its
+    answer is taken. A request is drafted for after its own last verification, never before, so that its text is
     the one that it has in any other scheduler.
     """
 
