@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from threading import RLock
 from time import perf_counter
 from typing import Any, overload
 
@@ -139,6 +140,7 @@ class Decoder:
         self.settings = settings or ModeSettings()
         self.trace = Trace()
         self._given_costs = costs
+        self._turn = RLock()
         self._costs = costs
 
     # -- what users call ----------------------------------------------------------------------------
@@ -194,11 +196,13 @@ class Decoder:
 
         def events() -> Generator[Event, None, None]:  # nothing is attached to the target before the first one
             self.trace = Trace()
-            engine = Engine(self.target, call.plan, min(call.batch, len(requests)), self.trace, call.mode)
+            with self._turn:
+                engine = Engine(self.target, call.plan, min(call.batch, len(requests)), self.trace, call.mode)
             try:
                 yield from self.run(requests, engine, running)
             finally:
-                engine.close()
+                with self._turn:
+                    engine.close()
 
         return events()
 
@@ -290,7 +294,8 @@ class Decoder:
     def run(
         self, requests: list[Request], engine: Engine, running: dict[int, _Progress] | None = None
     ) -> Generator[Event, None, None]:
-        """The events of requests in an engine's rows."""
+        """The events of requests in an engine's rows. Calls from several threads take turns, a step at a time: they
+        share the target and the drafters."""
         running = {} if running is None else running
         began = perf_counter()
         scheduler = (OverlappedScheduler if engine.plan.overlapped else SequentialScheduler)(engine)
@@ -308,14 +313,23 @@ class Decoder:
             out[commit.request.number] = self._advance(progress, commit)
             return progress.over
 
-        for commit in scheduler.run(admitted(), ended):
-            number = commit.request.number
-            events = out.pop(number)
-            if running[number].over:
-                tail = running[number].text.finish()
-                done = self._finished(running[number], len(commit.request.prompt))
-                events[-1] = replace(events[-1], text=events[-1].text + tail, done=done)
-            yield from events
+        commits = scheduler.run(admitted(), ended)
+        try:
+            while True:
+                with self._turn:
+                    commit = next(commits, None)
+                if commit is None:
+                    return
+                number = commit.request.number
+                events = out.pop(number)
+                if running[number].over:
+                    tail = running[number].text.finish()
+                    done = self._finished(running[number], len(commit.request.prompt))
+                    events[-1] = replace(events[-1], text=events[-1].text + tail, done=done)
+                yield from events
+        finally:
+            with self._turn:
+                commits.close()
 
     def _advance(self, progress: _Progress, commit: Commit) -> list[Event]:
         """Cut what lies behind a stop or a limit, and turn the rest into events."""
@@ -353,7 +367,7 @@ class Decoder:
         if dropped:
             del tokens[keep:], sources[keep:], request.tokens[-dropped:], request.sources[-dropped:]
         progress.over = progress.stopped or len(request.sources) >= request.max_new_tokens
-        return events
+        return events or [Event(request.number, "", [], TARGET)]  # particles that do not agree yet
 
     def _finished(self, progress: _Progress | None, prompt_tokens: int, interrupted: bool = False) -> Generation:
         if progress is None or not progress.emitted:

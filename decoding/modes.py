@@ -46,6 +46,8 @@ class DecodingError(Exception):
     """A generation that was asked for in a way that cannot be done. The message says what to do."""
 
 
+MOST_POWER = 100
+"""Beyond it a power leaves nothing but the likeliest token."""
 KAPPA = 5
 """Shortest suffix match where neither a setting nor a probe says otherwise: SwitchSD's own."""
 
@@ -118,7 +120,8 @@ class ModeSettings:
     rule), cost (expected tokens per millisecond, from a length head; it sizes all drafts itself), match (any suffix
     match of kappa tokens), bandit (whichever has paid), always (the neural side), never (the target alone)."""
     neural: str = "eagle"
-    """Neural side of `switchsd`: eagle (an EAGLE head), draft (a small draft model) or none."""
+    """Neural side of `switchsd` and drafter of `minedraft`: eagle (an EAGLE head), draft (a small draft model) or none
+    (copies alone)."""
 
     def __post_init__(self) -> None:
         counts = ("candidates", "depth", "copy_nodes", "neural_nodes", "neural_depth", "draft_tokens", "particles")
@@ -126,7 +129,7 @@ class ModeSettings:
             value = getattr(self, name)
             if name == "kappa" and value is None:
                 continue
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")
         if not isinstance(self.shared_tokens, int) or self.shared_tokens < 0:
             raise ValueError(f"shared_tokens is {self.shared_tokens!r}; it must be a whole number, 0 (none) or more")
@@ -136,13 +139,16 @@ class ModeSettings:
             raise ValueError(f"unknown neural_tree {self.neural_tree!r}: use fixed or priced")
         if self.resampling not in RESAMPLING:
             raise ValueError(f"unknown resampling {self.resampling!r}: use {' or '.join(RESAMPLING)}")
-        for name, least, most in (("ess_threshold", 0, 1), ("lookahead", 0, 1), ("power", 0, float("inf"))):
-            value = getattr(self, name)
-            if not (isinstance(value, (int, float)) and least <= value <= most) and (name, value) != (
-                "lookahead",
-                None,
-            ):
-                raise ValueError(f"{name} is {value!r}; it must be a number from {least} to {most}")
+        if not (isinstance(self.ess_threshold, (int, float)) and 0 <= self.ess_threshold <= 1):
+            raise ValueError(
+                f"ess_threshold is {self.ess_threshold!r}; it must be a share of the particles, from 0 to 1"
+            )
+        if self.lookahead is not None and not (isinstance(self.lookahead, (int, float)) and 0 < self.lookahead < 1):
+            raise ValueError(
+                f"lookahead is {self.lookahead!r}; it must be a share between 0 and 1 (0.3, say), or be left out"
+            )
+        if not (isinstance(self.power, (int, float)) and 0 < self.power <= MOST_POWER):
+            raise ValueError(f"power is {self.power!r}; it must be above 0 and at most {MOST_POWER}")
         if self.acceptance not in ACCEPTANCES:
             raise ValueError(f"unknown acceptance {self.acceptance!r}: use {' or '.join(ACCEPTANCES)}")
         if self.neural not in NEURAL:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 
 import torch
 
@@ -21,7 +21,7 @@ class Scheduler(ABC):
         self.engine = engine
         self._aborted: set[Request] = set()
 
-    def run(self, requests: Iterable[Request], ended: Callable[[Commit], bool]) -> Iterator[Commit]:
+    def run(self, requests: Iterable[Request], ended: Callable[[Commit], bool]) -> Generator[Commit, None, None]:
         """Yield every commit, the prefill's first token included. `ended` takes each commit before it is yielded,
         and says whether its request is complete; it may shorten what the commit added."""
         waiting = iter(requests)

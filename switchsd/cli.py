@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import importlib
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -81,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else OK if done.code is None else FAILURE
     except KeyboardInterrupt:
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # a second one would disturb the clearing up
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Generator
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.text import Text
 
@@ -16,17 +16,27 @@ from switchsd.show import colour, notes, out
 WHO = {"target": "the target itself", "copy": "copied", "eagle": "EAGLE head", "draft": "draft model"}
 
 
-def show_events(decoder: Decoder, events: Generator[Event, None, None], mode: str) -> bool:
-    """Print the text as it comes and the numbers after it; True if it was interrupted."""
+class Shown(NamedTuple):
+    """How a text ended."""
+
+    interrupted: bool
+    cut: str
+    """Why before its own end: out of memory; else empty."""
+
+
+def show_events(decoder: Decoder, events: Generator[Event, None, None], mode: str) -> Shown:
+    """Print the text as it comes and the numbers after it."""
     counts: Counter[str] = Counter()
     first = last = 0.0
     began = perf_counter()
+    done: Generation | None = None
     trace, interrupted = decoder.trace, False
     before = len(trace)
     try:
         for event in events:
             last = perf_counter()
             first = first or last
+            done = event.done
             counts[event.source] += len(event.tokens)
             out.print(Text(event.text, style=colour(event.source)), end="", soft_wrap=True)
             out.file.flush()
@@ -46,8 +56,10 @@ def show_events(decoder: Decoder, events: Generator[Event, None, None], mode: st
         speed = f"{(tokens - 1) / (last - first):.1f} tokens/s" if tokens > 1 else "one token"
         rates = f", {(tokens - 1) / steps:.2f} tokens per step, {copied / steps:.0%} of steps copied" if steps else ""
         kind = "lossless" if MODES[mode].lossless else "not lossless"
+        if mode == "sd" and decoder.settings.acceptance == "rejection":
+            kind = "lossless in distribution: another text than ar's"
         notes.print(f"{speed}{rates}; first token after {first - began:.2f} s; {mode} ({kind})")
-    return interrupted
+    return Shown(interrupted, done.cut if done is not None else "")
 
 
 def told(made: Generation) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import socket
@@ -38,6 +39,8 @@ from decoding.tree import DraftTree
 LOG = logging.getLogger("switchsd")
 DEATHS = 3
 """Deaths in a row after which no other process is started."""
+PATIENCE, LEAST_SECONDS = 20.0, 10.0
+"""How many times its slowest answer, and seconds at least, a process is waited for."""
 OPERATIONS = 64
 """Observations that wait at most for the next question before they are sent."""
 
@@ -71,8 +74,13 @@ class RemoteDrafter:
     """A `Drafter` that can be asked ahead: `ask` sends a question and gives what waits for the answer."""
 
     def __init__(self, spec: DrafterSpec, answer_seconds: float = 60.0, start_seconds: float = 300.0) -> None:
-        """Starts the process and waits until the drafter is built. Raises RemoteError if it cannot be."""
+        """Starts the process and waits until the drafter is built. Raises RemoteError if it cannot be.
+
+        `answer_seconds`: how long the first answer may take; later ones PATIENCE times the slowest so far, or
+        LEAST_SECONDS, if that is less.
+        """
         self.spec = spec
+        self._slowest = math.inf
         self._answer_seconds, self._start_seconds = answer_seconds, start_seconds
         self._process: _Process | None = _Process(spec)
         self._coming: _Process | None = None
@@ -135,6 +143,7 @@ class RemoteDrafter:
             return lambda: nothing
         self._questions += 1
         number, asked = self._questions, monotonic()
+        patience = min(self._answer_seconds, max(PATIENCE * self._slowest, LEAST_SECONDS))
         ids = [self._requests[requests[i]].number for i in places]
         self._put({"op": "ask", "n": number, "ids": ids, "budgets": [plain[i] for i in places]})
         self._flush()
@@ -144,13 +153,15 @@ class RemoteDrafter:
                 return nothing
             try:
                 while True:
-                    message, laws = wire.receive(process.sock, max(asked + self._answer_seconds - monotonic(), 1e-3))
+                    message, laws = wire.receive(process.sock, max(asked + patience - monotonic(), 1e-3))
                     if message["n"] == number:
                         break  # else nobody has waited for that one
             except WireError as error:
                 self._fail(str(error))
                 return nothing
             self._deaths = 0
+            took = monotonic() - asked
+            self._slowest = took if self._slowest == math.inf else max(self._slowest, took)
             if "error" in message:
                 raise RemoteError(message["error"])
             self.spent_ms = message["ms"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -25,16 +25,6 @@ class OverlappedScheduler(Scheduler):
         self.batches: BatchManager[Request] = BatchManager()
         self._drafts: dict[Request, list[Draft]] = {}
 
-    def run(self, requests: Iterable[Request], ended: Callable[[Commit], bool]) -> Iterator[Commit]:
-        """As of any scheduler. Until it ends the target leaves as many threads as the drafters' processes keep busy."""
-        threads = torch.get_num_threads()
-        elsewhere = sum(getattr(drafter, "cpu_threads", 0) for drafter in self.engine.plan.drafters)
-        torch.set_num_threads(max(threads - elsewhere, 1))
-        try:
-            yield from super().run(requests, ended)
-        finally:
-            torch.set_num_threads(threads)
-
     def _enter(self, request: Request) -> None:
         self.batches.admit(request)
 
@@ -45,7 +35,17 @@ class OverlappedScheduler(Scheduler):
             self._drafts.pop(request, None)
 
     def _step(self) -> list[Commit]:
-        """Half a step of every request: the one batch's first half, the other one's second half."""
+        """Half a step of every request: the one batch's first half, the other one's second half. The target leaves as
+        many threads as the drafters' processes keep busy."""
+        threads = torch.get_num_threads()
+        elsewhere = sum(getattr(drafter, "cpu_threads", 0) for drafter in self.engine.plan.drafters)
+        torch.set_num_threads(max(threads - elsewhere, 1))
+        try:
+            return self._half_step()
+        finally:
+            torch.set_num_threads(threads)
+
+    def _half_step(self) -> list[Commit]:
         engine, now = self.engine, self.batches.half_step()
         asked = engine.begin(now.draft)
         try:

@@ -13,7 +13,7 @@ from decoding.modes import MODES, ModeSettings
 from switchsd.live import show_events, told
 from switchsd.loading import AUTO, LoadConfig, load, measure_costs
 from switchsd.options import UsageError, check_output
-from switchsd.show import AsJson, as_json, bar
+from switchsd.show import AsJson, as_json, bar, notes
 
 
 def generate(
@@ -49,6 +49,8 @@ def generate(
     with bar(f"loading {target}"):
         decoder = load(target, probe, drafter, draft=draft, **asdict(loading), **asdict(settings))
     measure_costs(decoder, (mode,))
+    if mode == "minedraft":
+        notes.print("one request leaves nothing to overlap: decode several together, from Python with batch=...")
     options: dict[str, Any] = {
         "mode": mode, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k,
         "seed": seed, "stop": stop or (),
@@ -56,13 +58,15 @@ def generate(
     if json:
         made = decoder.generate(messages, **options)
         as_json({"mode": mode, "lossless": MODES[mode].lossless, **told(made)})
-        interrupted = made.interrupted
+        interrupted, cut = made.interrupted, made.cut
     else:
-        interrupted = show_events(decoder, decoder.stream(messages, **options), mode)
+        interrupted, cut = show_events(decoder, decoder.stream(messages, **options), mode)
     if trace is not None:
         decoder.trace.save(trace)
     if interrupted:
         raise KeyboardInterrupt
+    if cut:
+        raise typer.Exit(1)
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -423,3 +424,18 @@ def test_describe_is_json_and_names_the_parts(small_target) -> None:  # type: ig
     assert [d["name"] for d in found["drafters"]] == ["copy", "eagle"]
     assert found["gate"] == "ProbeGate" and found["lossless"] is True
     assert {mode.name for mode in MODES.values() if not mode.lossless} == {"smcsd"}
+
+
+@pytest.mark.parametrize("mode", MODE_NAMES)
+def test_threads_share_a_decoder(mode: str, small_target, reference_model) -> None:  # type: ignore[no-untyped-def]
+    target, model = small_target("llama"), reference_model("llama")
+    prompts = [[i, *[3, 1, 4, 1, 5] * 2] for i in range(6)]
+    truth = {tuple(p): greedy(model, p, 20) for p in prompts}
+    decoder = decoder_for(target, truth)
+
+    def write(part: list[list[int]]) -> list[list[int]]:
+        return [g.tokens for g in decoder.generate(part, mode=mode, max_new_tokens=20, batch=2)]
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(write, [prompts[0:2], prompts[2:4], prompts[4:6]]))
+    assert [tokens for part in found for tokens in part] == [truth[tuple(p)] for p in prompts]
