@@ -263,24 +263,23 @@ def test_abort(kind: Any) -> None:
 
 
 def test_the_target_leaves_threads_to_a_drafter_elsewhere() -> None:
-    """And takes them back, however the run ends."""
+    """While it verifies; between two steps the threads are everybody's."""
     import torch
 
-    before, requests = torch.get_num_threads(), [Request(0, [1], max_new_tokens=8)]
+    before, seen = torch.get_num_threads(), []
     drafter = Elsewhere({0: truth([1], Sampling(), 0, 8)}, 1.0)
     drafter.cpu_threads = 2  # type: ignore[attr-defined]
     try:
-        torch.set_num_threads(3)
-        running = OverlappedScheduler(engine_for(drafter, rows=1)).run(requests, ends)
-        next(running)
-        assert torch.get_num_threads() == 1
-        running.close()
-        assert torch.get_num_threads() == 3
-        torch.set_num_threads(1)
-        for _ in OverlappedScheduler(engine_for(drafter, rows=1)).run([Request(0, [1], 8)], ends):
-            assert torch.get_num_threads() == 1
+        for threads in (3, 1):
+            torch.set_num_threads(threads)
+            engine = engine_for(drafter, rows=1)
+            verify = engine.verify
+            engine.verify = lambda drafts, f=verify: (seen.append(torch.get_num_threads()), f(drafts))[1]  # type: ignore[method-assign,misc]
+            for _ in OverlappedScheduler(engine).run([Request(0, [1], max_new_tokens=8)], ends):
+                assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
+    assert len(seen) > 2 and set(seen) == {1}
 
 
 def test_memory_that_ends(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -197,7 +197,7 @@ def test_greedy_calls_are_refused_with_the_reason(small_target: Made) -> None:
         ({"particles": 0}, "particles is 0"),
         ({"resampling": "stratified"}, "unknown resampling 'stratified': use systematic or multinomial"),
         ({"ess_threshold": 2}, "ess_threshold is 2"),
-        ({"lookahead": 1.0}, r"ESS share to keep is 1\.0"),
+        ({"lookahead": 1.0}, r"lookahead is 1\.0"),
         ({"power": 0}, "power is 0"),
         ({"power": -1}, "power is -1"),
         ({"acceptance": "rejection"}, "weighed instead"),

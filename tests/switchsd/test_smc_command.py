@@ -50,7 +50,7 @@ def test_it_writes_the_same_text_at_the_same_seed_and_says_what_it_is(
         (["--temperature", "0.7", "--resampling", "dice"], "unknown resampling 'dice': use systematic or multinomial"),
         (["--temperature", "0.7", "--ess-threshold", "2"], "ess_threshold is 2"),
         (["--temperature", "0.7", "--power", "0"], "power is 0"),
-        (["--temperature", "0.7", "--lookahead", "1"], "the ESS share to keep is 1"),
+        (["--temperature", "0.7", "--lookahead", "1"], "lookahead is 1"),
         (["--temperature", "0.7", "--acceptance", "rejection"], "acceptance=rejection is not for mode 'smcsd'"),
     ],
 )
