@@ -230,7 +230,7 @@ class Parts:
         if DRAFT not in self.neural:
             raise DecodingError(
                 f"{what} needs a draft model for {self.target.name}, and none is in use: make one "
-                "(switchsd train draft), or name a small model with the same tokenizer as the draft"
+                "(switchsd write, then switchsd train draft), or name a small model with the same tokenizer (--draft)"
             )
         return self.neural[DRAFT]
 

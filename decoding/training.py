@@ -41,6 +41,19 @@ def documents(store: CaptureStore, shard: int, states: Mapping[str, Sequence[str
     ]
 
 
+def rows_of_a_pass(stores: Sequence[Path], held_out: Sequence[int]) -> int:
+    """Rows that one pass over the stores trains on, without as many documents of each one's first shard as are held
+    out; a store that is given twice counts twice."""
+    total = 0
+    for folder, left_out in zip(stores, held_out, strict=True):
+        store = CaptureStore.open(folder)
+        for shard in range(len(store.shards)):
+            column = store.shard_rows(shard, ["document"])["document"]
+            lengths = np.diff(np.flatnonzero(np.diff(column, prepend=-1)), append=len(column))
+            total += int(lengths[lengths >= SHORTEST][left_out if shard == 0 else 0 :].sum())
+    return total
+
+
 def padded(docs: list[Document], budget: int) -> Iterator[Document]:
     """Documents of similar length together [B, T, ...], zeros behind each, at most `budget` rows or one document;
     `real` [B, T] tells rows from padding."""

@@ -22,7 +22,7 @@ COMMANDS = {
     "chat": "Talk with a target; turns share what was computed.",
     "capture": "Store hidden states and copy labels of a target's own text.",
     "captures": "Check, describe, merge and export capture stores.",
-    "train": "Fit a probe or train an EAGLE-3 head.",
+    "train": "Fit a probe, or train an EAGLE-3 head or a draft model.",
     "head": "Check an EAGLE head against its target, and export it.",
     "evaluate": "Measure finished probes on a capture store.",
     "report": "Show evaluations as one HTML page.",

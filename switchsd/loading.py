@@ -175,7 +175,9 @@ def _draft(target: Target, source: str | os.PathLike[str]) -> DraftModelDrafter:
         return DraftModelDrafter(target, load_draft(folder, target))
     try:
         return DraftModelDrafter(target, independent(source, target))
-    except (DraftError, TargetError) as error:
+    except DraftError as error:  # it names both already
+        raise ChoiceError(str(error)) from error
+    except TargetError as error:
         raise ChoiceError(f"{os.fspath(source)!r} cannot draft: {error}") from error
 
 

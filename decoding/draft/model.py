@@ -42,6 +42,11 @@ def spread(count: int, blocks: int) -> list[int]:
     return [round(i * (blocks - 1) / (count - 1)) for i in range(count)]
 
 
+def increasing(blocks: Sequence[int], count: int) -> bool:
+    """Whether these are increasing block numbers of a target with `count` blocks, at least one."""
+    return bool(blocks) and list(blocks) == sorted(set(blocks)) and 0 <= blocks[0] <= blocks[-1] < count
+
+
 def cut(target: Target, blocks: Sequence[int] | int) -> Target:
     """A causal LM of the target's family: copies of the chosen blocks and of the final norm between the target's own
     embedding and output matrix, whose memory is shared.
@@ -57,7 +62,7 @@ def cut(target: Target, blocks: Sequence[int] | int) -> Target:
 def cut_ordinary(target: Target, blocks: Sequence[int] | int) -> Target:
     """`cut` with ordinary linear layers in the blocks, whose weights can be trained or replaced."""
     chosen = spread(blocks, target.blocks) if isinstance(blocks, int) else [int(b) for b in blocks]
-    if not chosen or chosen != sorted(set(chosen)) or not 0 <= chosen[0] <= chosen[-1] < target.blocks:
+    if not increasing(chosen, target.blocks):
         raise DraftError(
             f"blocks {', '.join(map(str, chosen)) or 'none'} cannot be cut from {target.name}: choose increasing "
             f"numbers from 0 to {target.blocks - 1}"
@@ -150,9 +155,9 @@ def read_draft(folder: str | os.PathLike[str]) -> dict[str, Any]:
         raise DraftError(f"{folder} is no draft model ({CONFIG} is missing): make one with `switchsd train draft`")
     try:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        if not all(isinstance(block, int) for block in found["blocks"]):
-            raise TypeError(f"'blocks' is {found['blocks']!r}")
-        Fingerprint(**found["target"])
+        blocks, of = found["blocks"], Fingerprint(**found["target"]).blocks
+        if any(type(block) is not int for block in blocks) or not increasing(blocks, of):
+            raise ValueError(f"'blocks' is {blocks!r}, no increasing numbers from 0 to {of - 1}")
     except (ValueError, KeyError, TypeError) as error:
         raise DraftError(f"{file} is damaged ({error!r}): make the draft model again") from error
     return found

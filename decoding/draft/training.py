@@ -32,7 +32,7 @@ from activations.sites import last_site
 from activations.store import CaptureStore
 from activations.structure import LogitRule
 from activations.target import Target
-from decoding.draft.model import DraftError, cut_ordinary, save_draft, spread
+from decoding.draft.model import DraftError, cut_ordinary, read_draft, save_draft, spread
 from decoding.training import Document, documents, frequent_tokens, keep, learning_rate, padded, restore
 
 BUCKETS = (64, 128, 256, 512)
@@ -48,11 +48,11 @@ class DraftTrainConfig:
     blocks: int = 2
     """How many of the target's blocks, if they are not named: the first, the last, and evenly spaced ones between."""
     tokens: int = 8_000_000
-    """Rows to train on, repetitions included."""
+    """Tokens to train on, repetitions included."""
     minutes: float = 0.0
     """Time to train for, if that comes first, over all resumptions; 0: as long as it takes."""
     batch_tokens: int = 2048
-    """Rows of a batch."""
+    """Tokens of a batch."""
     accumulate: int = 1
     """Batches in an optimizer step."""
     frequent: int = 4096
@@ -87,7 +87,7 @@ class DraftTrainConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must lie in [0, 1]")
         if self.precision not in ("bf16", "float32"):
             raise ValueError(f"precision is {self.precision!r}; it is bf16 or float32")
-        for name in ("learning_rate", "clip"):
+        for name in ("learning_rate", "clip", "checkpoint_seconds"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
         for name in ("minutes", "weight_decay"):
@@ -317,7 +317,8 @@ def train(
     `blocks`: those of the target that it begins from, by number; by default `config.blocks` of them.
     A store that is given several times counts as often in every pass; one that grows is read further at the next pass.
     The run's state is kept in `folder/run` and is continued when the same command is given again, with more stores,
-    rows or minutes as well. Whenever it is kept, the draft so far is in `folder` too.
+    rows or minutes as well. Whenever a record of some training is yielded, the draft so far is in `folder` too. A
+    KeyboardInterrupt while it trains is passed on once the state is kept.
     """
     opened = [CaptureStore.open(s) for s in stores]
     states = {"last": [last_site(target.blocks)]}
@@ -364,8 +365,16 @@ def train(
     for path in dict.fromkeys(stores):
         held_out += documents(CaptureStore.open(path), 0, states)[: config.validation_documents]
     record: dict[str, Any] = evaluate(student, target, held_out, vocabulary, config)
+
+    def save() -> None:
+        by_path = dict(zip(stores, opened, strict=True))
+        _save(folder, student, target, config.seed, state, record, by_path, stores)
+
+    if state["updates"] and _saved_updates(folder) != state["updates"]:  # interrupted before that draft was saved
+        save()
     yield {"rows": state["rows"], "coverage": round(state["coverage"], 4), **record}
     started = saved = time.monotonic()
+    kept = state["updates"]
     losses = weights = 0.0
 
     def progress() -> float:
@@ -374,57 +383,63 @@ def train(
             done = max(done, (state["seconds"] + time.monotonic() - saved) / (60 * config.minutes))
         return min(1.0, done)
 
-    while progress() < 1:
-        opened = [CaptureStore.open(s) for s in stores]  # a store may still grow
-        order = [(s, k) for s, store in enumerate(opened) for k in range(len(store.shards))]
-        random_.shuffle(order)
-        before = state["rows"]
-        for which, shard in order:
-            docs = documents(opened[which], shard, states)[config.validation_documents if shard == 0 else 0 :]
-            ready = list(padded(docs, config.batch_tokens))
-            random_.shuffle(ready)
-            for group in (ready[k : k + config.accumulate] for k in range(0, len(ready), config.accumulate)):
-                for part in optimizer.param_groups:
-                    part["lr"] = learning_rate(config.learning_rate, progress())
-                optimizer.zero_grad()
-                rows = sum(int(batch["real"].sum()) for batch in group)
-                for batch in group:
-                    batch = _moved(batch, target.device)
-                    with _precision(target, config):
-                        loss, weight = loss_of(student, target, batch, vocabulary, config, generator)
-                    if weight:
-                        (loss / rows).backward()
-                    losses, weights = losses + float(loss.detach()), weights + weight
-                torch.nn.utils.clip_grad_norm_(parameters.values(), config.clip)
-                optimizer.step()
-                state["rows"] += rows
-                state["updates"] += 1
-            ended = progress() >= 1
-            now = time.monotonic()
-            if ended or now - saved > config.checkpoint_seconds:
-                state["seconds"] += now - saved
-                record = {
-                    "rows": state["rows"],
-                    "seconds": round(now - started, 1),
-                    "train_loss": round(losses / max(weights, 1e-9), 4),
-                    **evaluate(student, target, held_out, vocabulary, config),
-                }
-                losses = weights = 0.0
-                keep(run, state, parameters, optimizer, frequent=frequent)
-                with (run / "log.jsonl").open("a") as log:
-                    log.write(json.dumps(record) + "\n")
-                _save(
-                    folder, student, target, config.seed, state, record, dict(zip(stores, opened, strict=True)), stores
+    try:
+        while progress() < 1:
+            opened = [CaptureStore.open(s) for s in stores]  # a store may still grow
+            order = [(s, k) for s, store in enumerate(opened) for k in range(len(store.shards))]
+            random_.shuffle(order)
+            before = state["rows"]
+            for which, shard in order:
+                docs = documents(opened[which], shard, states)[config.validation_documents if shard == 0 else 0 :]
+                ready = list(padded(docs, config.batch_tokens))
+                random_.shuffle(ready)
+                for group in (ready[k : k + config.accumulate] for k in range(0, len(ready), config.accumulate)):
+                    for part in optimizer.param_groups:
+                        part["lr"] = learning_rate(config.learning_rate, progress())
+                    optimizer.zero_grad()
+                    rows = sum(int(batch["real"].sum()) for batch in group)
+                    for batch in group:
+                        batch = _moved(batch, target.device)
+                        with _precision(target, config):
+                            loss, weight = loss_of(student, target, batch, vocabulary, config, generator)
+                        if weight:
+                            (loss / rows).backward()
+                        losses, weights = losses + float(loss.detach()), weights + weight
+                    torch.nn.utils.clip_grad_norm_(parameters.values(), config.clip)
+                    optimizer.step()
+                    state["rows"] += rows
+                    state["updates"] += 1
+                ended = progress() >= 1
+                now = time.monotonic()
+                if ended or now - saved > config.checkpoint_seconds:
+                    state["seconds"] += now - saved
+                    saved = now
+                    record = {
+                        "rows": state["rows"],
+                        "seconds": round(now - started, 1),
+                        "train_loss": round(losses / max(weights, 1e-9), 4),
+                        **evaluate(student, target, held_out, vocabulary, config),
+                    }
+                    losses = weights = 0.0
+                    keep(run, state, parameters, optimizer, frequent=frequent)
+                    kept = state["updates"]
+                    with (run / "log.jsonl").open("a") as log:
+                        log.write(json.dumps(record) + "\n")
+                    save()
+                    yield record
+                    saved = time.monotonic()  # neither the validation nor the caller's time counts
+                if ended:
+                    break
+            if state["rows"] == before:
+                raise ValueError(
+                    f"there is no text to train on beside the {len(held_out)} documents that are held out: "
+                    "write more, or hold out fewer"
                 )
-                yield record
-                saved = time.monotonic()  # neither the validation nor the caller's time counts
-            if ended:
-                break
-        if state["rows"] == before:
-            raise ValueError(
-                f"there is no text to train on beside the {len(held_out)} documents that are held out: "
-                "write more, or hold out fewer"
-            )
+    except KeyboardInterrupt:
+        if state["updates"] != kept:
+            state["seconds"] += time.monotonic() - saved
+            keep(run, state, parameters, optimizer, frequent=frequent)
+        raise
 
 
 def _save(
@@ -448,6 +463,7 @@ def _save(
         }
         for path, store in opened.items()
     ]
+    log = folder / "run" / "log.jsonl"
     save_draft(
         folder,
         student.draft,
@@ -462,9 +478,17 @@ def _save(
         text=text,
         written_tokens=sum(t["written"] for t in text),
         dropped_as_contaminated=sum(t["contaminated"] for t in text),
-        log=[json.loads(line) for line in (folder / "run" / "log.jsonl").read_text().splitlines()],
+        log=[json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else [],
         provenance=provenance(seed=seed),
     )
+
+
+def _saved_updates(folder: Path) -> int | None:
+    """After how many updates the draft in a folder was saved; None where there is none."""
+    try:
+        return read_draft(folder).get("updates")
+    except DraftError:
+        return None
 
 
 def _moved(batch: Document, device: torch.device) -> Document:

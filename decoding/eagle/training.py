@@ -48,9 +48,9 @@ class EagleTrainConfig:
     draft_vocabulary: int = 8192
     """The most frequent tokens of the training text."""
     tokens: int = 3_000_000
-    """Rows to train on, repetitions included."""
+    """Tokens to train on, repetitions included."""
     batch_tokens: int = 2048
-    """Rows of a batch."""
+    """Tokens of a batch."""
     accumulate: int = 1
     """Batches of each process in an optimizer step."""
     precision: str = "bf16"
@@ -80,7 +80,7 @@ class EagleTrainConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must lie in [0, 1]")
         if self.precision not in ("bf16", "float32"):
             raise ValueError(f"precision is {self.precision!r}; it is bf16 or float32")
-        for name in ("learning_rate", "clip"):
+        for name in ("learning_rate", "clip", "checkpoint_seconds"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
 

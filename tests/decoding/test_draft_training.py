@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from decoding.draft.training import (
     loss_of,
     train,
 )
-from decoding.training import Document, learning_rate, padded
+from decoding.training import Document, learning_rate, padded, rows_of_a_pass
 
 EXACT = DraftTrainConfig(precision="float32", frequent=8, sampled=4, batch_tokens=64, prompt_weight=0.25)
 
@@ -207,7 +208,7 @@ def test_what_a_validation_counts(small_target: Callable[..., Target]) -> None:
 # -- runs -------------------------------------------------------------------------------------------------
 
 SMALL = DraftTrainConfig(
-    tokens=3000, batch_tokens=48, frequent=24, sampled=16, validation_documents=1, checkpoint_seconds=0.0,
+    tokens=3000, batch_tokens=48, frequent=24, sampled=16, validation_documents=1, checkpoint_seconds=1e-6,
     learning_rate=3e-3, precision="float32",
 )  # fmt: skip
 
@@ -263,6 +264,68 @@ def test_a_run_continued_is_as_good_as_its_state(
     list(train(target, [store], folder, replace(SMALL, tokens=1)))  # over already: nothing moves
     again = load_file(folder / "run" / "state.safetensors")
     assert kept.keys() == again.keys() and all(torch.equal(kept[k], again[k]) for k in kept)
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, name: str, calls: int) -> None:
+    """Ctrl-C at one call of a function of the training."""
+    import decoding.draft.training as module
+
+    whole, count = getattr(module, name), itertools.count(1)
+
+    def call(*arguments: Any) -> Any:
+        if next(count) == calls:
+            raise KeyboardInterrupt
+        return whole(*arguments)
+
+    monkeypatch.setattr(module, name, call)
+
+
+def test_an_interrupted_run_loses_nothing(
+    store: Path, tmp_path: Path, small_target: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, folder = small_target(), tmp_path / "draft"
+    config = replace(SMALL, tokens=500, checkpoint_seconds=1e6)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupted(patch, "loss_of", 1)
+        list(train(target, [store], folder, config))
+    assert not list((folder / "run").iterdir()), "nothing was trained, and nothing is promised"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupted(patch, "loss_of", 4)
+        list(train(target, [store], folder, config))
+    assert sorted(p.name for p in (folder / "run").iterdir()) == ["state.json", "state.safetensors"]
+    state = json.loads((folder / "run" / "state.json").read_text())
+    tensors = load_file(folder / "run" / "state.safetensors")
+    assert state["updates"] == 3 and 3 * 23 <= state["rows"] <= 3 * 48 and state["seconds"] > 0
+    assert any(not torch.equal(tensors[k], v) for k, v in Student(target, 2).parameters.items())
+    run = train(target, [store], folder, config)
+    assert next(run)["rows"] == state["rows"]
+    saved = load_file(folder / "draft.safetensors")
+    norm = tensors["norm.weight"].bfloat16()
+    assert torch.equal(saved["norm.weight"], norm), "the draft so far, which the interruption had no time for"
+    assert [r["rows"] for r in run][-1] >= 500
+
+
+def test_a_run_interrupted_in_its_last_validation_still_leaves_a_draft(
+    store: Path, tmp_path: Path, small_target: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, folder = small_target(), tmp_path / "draft"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupted(patch, "evaluate", 2)
+        list(train(target, [store], folder, replace(SMALL, tokens=1)))
+    assert not (folder / "draft.json").exists()
+    (record,) = train(target, [store], folder, replace(SMALL, tokens=1))
+    assert load_draft(folder, target).blocks == 2
+    found = json.loads((folder / "draft.json").read_text())
+    assert found["result"]["acceptance"] == record["acceptance"] and found["rows"] == record["rows"] > 0
+
+
+def test_rows_of_a_pass(store: Path, tmp_path: Path, small_target: Callable[..., Target]) -> None:
+    each = PROMPT + WRITTEN - 1
+    assert rows_of_a_pass([store], [1]) == (3 + 4) * each
+    assert rows_of_a_pass([store, store], [4, 9]) == (0 + 4 + 0 + 4) * each
+    passes = replace(SMALL, tokens=7 * each)
+    *_, last = train(small_target(), [store], tmp_path / "draft", passes)
+    assert last["rows"] == 7 * each
 
 
 def test_a_seed_decides_a_run(store: Path, tmp_path: Path, small_target: Callable[..., Target]) -> None:
@@ -342,7 +405,8 @@ def test_texts_that_no_draft_can_learn_from(
     [
         ("blocks", 0), ("tokens", 0), ("batch_tokens", -1), ("accumulate", 0), ("frequent", 0), ("sampled", -1),
         ("variation", 1.5), ("prompt_weight", -0.1), ("learning_rate", float("nan")), ("clip", 0.0),
-        ("minutes", -1.0), ("weight_decay", float("inf")), ("precision", "fp8"), ("validation_documents", 0),
+        ("minutes", -1.0), ("checkpoint_seconds", 0.0), ("weight_decay", float("inf")), ("precision", "fp8"),
+        ("validation_documents", 0),
     ],
 )  # fmt: skip
 def test_settings_are_checked(name: str, value: object) -> None:

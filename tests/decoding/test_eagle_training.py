@@ -100,7 +100,7 @@ def test_training_learns_resumes_and_saves(store: Path, tmp_path: Path, small_ta
     assert len(tokens) <= 24 and 0 < coverage <= 1
     assert [len(d["pending"]) for d in documents(opened, 0, opened.sites)] == [23] * 4
     config = EagleTrainConfig(
-        draft_vocabulary=24, tokens=6000, batch_tokens=64, steps=3, validation_documents=2, checkpoint_seconds=0.0,
+        draft_vocabulary=24, tokens=6000, batch_tokens=64, steps=3, validation_documents=2, checkpoint_seconds=1e-6,
         learning_rate=3e-3,
     )  # fmt: skip
     run = train(target, [store], tmp_path / "head", config)
@@ -121,7 +121,14 @@ def test_training_learns_resumes_and_saves(store: Path, tmp_path: Path, small_ta
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("tokens", 0), ("steps", -1), ("unrolled_share", 1.5), ("learning_rate", float("nan")), ("clip", 0.0)],
+    [
+        ("tokens", 0),
+        ("steps", -1),
+        ("unrolled_share", 1.5),
+        ("learning_rate", float("nan")),
+        ("clip", 0.0),
+        ("checkpoint_seconds", 0.0),
+    ],
 )
 def test_settings_are_checked(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name} is {value}"):

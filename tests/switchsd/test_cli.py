@@ -368,6 +368,11 @@ def test_write_makes_text_for_a_drafter(capsys: pytest.CaptureFixture[str], tiny
                      "--max-prompt-tokens", "2000")  # fmt: skip
     assert found["tokens"] >= 200
     assert found["documents"] > 0
+    code, out, err = run(capsys, *options, "--shard-documents", "4", "--own-turns", "0.2", "--max-new-tokens", "32",
+                         "--max-prompt-tokens", "2000")  # fmt: skip
+    assert code == OK, err
+    same = f"{tmp_path / 'text'} --target {tiny_folder}"
+    assert out.splitlines()[-1] == f"Next: switchsd train eagle {same}, or switchsd train draft {same}"
 
 
 def test_profile_measures_and_caches(capsys: pytest.CaptureFixture[str], tiny_folder: Path, own_cache: Path) -> None:

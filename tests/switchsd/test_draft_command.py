@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from switchsd.artifacts import cached, candidates
-from switchsd.cli import FAILURE, OK, USAGE, main
+from switchsd.cli import FAILURE, INTERRUPTED, OK, USAGE, main
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -56,8 +59,12 @@ def test_blocks_by_number_and_the_answer_for_machines(run: Run, whole: Path, tin
     ("more", "wanted", "message"),
     [
         (("--cut", "0;1"), USAGE, "--cut '0;1' is no list of block numbers"),
-        (("--cut", "0,8"), FAILURE, "choose increasing numbers from 0 to 7"),
-        (("--blocks", 9), FAILURE, "cannot be cut from a target of 8"),
+        (("--cut", "5,2"), USAGE, "--cut '5,2' is no list of increasing block numbers"),
+        (("--cut", "2,2"), USAGE, "--cut '2,2' is no list of increasing block numbers"),
+        (("--cut=-1,2",), USAGE, "--cut '-1,2' is no list of increasing block numbers"),
+        (("--cut", "0,8"), USAGE, "--cut 0,8: the blocks of"),
+        (("--blocks", 9), USAGE, "--blocks 9: "),
+        (("--checkpoint-seconds", 0), USAGE, "checkpoint_seconds is 0.0; it must be above 0"),
         (("--variation", 2), USAGE, "variation is 2.0; it must lie in [0, 1]"),
     ],
 )
@@ -82,3 +89,65 @@ def test_stores_that_are_none_or_of_another_target(run: Run, whole: Path, tiny_f
     (other / "manifest.json").write_text(json.dumps(manifest | {"shards": [], "selection": "anchors"}))
     code, _, err = run("train", "draft", other, "--target", tiny_folder, *QUICK)
     assert (code, "switchsd write" in err) == (USAGE, True), err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("calls", "told"), [(1, "no state to go on from yet"), (3, "go on from the last state in")])
+def test_an_interrupted_training_says_what_it_left(
+    run: Run,
+    whole: Path,
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    calls: int,
+    told: str,
+) -> None:
+    import decoding.draft.training as module
+
+    compute, count = module.loss_of, []
+
+    def asked_to_stop(*arguments: Any) -> Any:
+        count.append(1)
+        if len(count) == calls:
+            os.kill(os.getpid(), number)
+        return compute(*arguments)
+
+    command = ("train", "draft", whole, "--target", tiny_folder, "--out", tmp_path / "draft", *QUICK, "--json")
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "loss_of", asked_to_stop)
+        code, _, err = run(*command, "--tokens", 500)
+    assert (code, told in err, len(count)) == (INTERRUPTED, True, calls), err
+    assert signal.getsignal(signal.SIGTERM) is before
+    code, out, err = run(*command, "--tokens", 500)
+    assert code == OK and json.loads(out)["rows"] >= 500, err
+    assert ("\ntokens=0 " in f"\n{err}") == (calls == 1), "it went on from there"
+
+
+def test_a_run_that_reads_its_text_too_often_says_so(
+    run: Run, whole: Path, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from decoding.training import rows_of_a_pass
+    from switchsd.commands import train
+
+    there = rows_of_a_pass([whole], [1])
+    command = ("train", "draft", whole, "--target", tiny_folder, *QUICK)
+    monkeypatch.setattr(train, "OFTEN", 3)
+    code, _, err = run(*command, "--out", tmp_path / "one", "--tokens", 3 * there)
+    assert code == OK and "note:" not in err
+    code, _, err = run(*command, "--out", tmp_path / "two", "--tokens", 5 * there)
+    assert code == OK and err.count("note:") == 1
+    assert f"hold {there} tokens to train on, and this run reads them 5 times" in err
+    assert "switchsd write --tokens" in err and f"--tokens {3 * there})" in err
+    code, _, err = run(*command, "--out", tmp_path / "three", "--tokens", 5 * there, "--minutes", 9)
+    assert code == OK and err.count("note:") == 1 and "less time (--minutes, now 9)" in err
+
+
+def test_what_the_command_says_of_itself(run: Run, own_cache: Path) -> None:
+    assert "draft model" in " ".join(run("train", "--help")[1].split())
+    advice = json.loads(run("doctor", "--json")[1])["advice"]
+    (line,) = (line for line in advice if "no draft model for smollm2" in line)
+    from decoding.modes import DRAFT, MODES
+
+    assert all(name in line for name, mode in MODES.items() if mode.neural == DRAFT) and "switchsd train draft" in line

@@ -155,6 +155,7 @@ def test_a_model_of_other_tokens(
     damage(folder)
     code, _, err = run("generate", "x", *options, "--mode", "sd", "--draft", folder)
     assert (code, text in " ".join(err.split())) == (USAGE, True), err
+    assert err.count("cannot draft") == 1
 
 
 def test_one_that_was_made_for_another_target(run: Run, made: Path, other: Path, tmp_path: Path) -> None:
@@ -174,6 +175,10 @@ def test_damaged_files(run: Run, made: Path, options: list[object]) -> None:
     ("more", "text"),
     [
         (["--mode", "sd"], "mode 'sd' needs a draft model"),
+        (
+            ["--mode", "sd"],
+            "(switchsd write, then switchsd train draft), or name a small model with the same tokenizer (--draft)",
+        ),
         (["--neural", "draft", "--gate", "match"], "the neural side 'draft' needs a draft model"),
         (["--mode", "ar", "--draft", "nope"], "'nope' cannot draft: unknown target 'nope'"),
         (["--mode", "ar", "--draft", "./nope"], "'./nope' cannot draft: no such folder"),
