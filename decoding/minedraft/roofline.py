@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -100,6 +101,9 @@ class Roofline:
             step = max(step, self._ms(moved + k * more_moved, done + k * more_done, self.devices))
         return step * (1 + self.rho)
 
+    def extrapolated(self, rows: Iterable[int], ks: Iterable[int]) -> list[str]:
+        return []  # nothing is measured
+
     def _forward(self, model: ModelSize, tokens: int, rows: int, devices: int) -> float:
         return max(self._ms(*self._work(model, tokens, rows), devices), model.blocks * BLOCK_US / 1e3)
 
@@ -112,7 +116,11 @@ class Roofline:
         return 1e3 * max(moved / (self.hardware.bandwidth * 1e9), done / (self.hardware.flops * 1e12)) / reached
 
 
-def devices_for(model: ModelSize, hardware: Hardware, free: float = 0.2) -> int:
+def devices_for(hardware: Hardware, *models: ModelSize, free: float = 0.2) -> int:
     """The fewest devices, a power of 2, that hold the weights and leave a share of their memory free."""
-    least = model.weight_bytes / (hardware.memory * 1e9 * (1 - free))
+    least = weights_gb(*models) / (hardware.memory * (1 - free))
     return 2 ** max(math.ceil(math.log2(least)), 0)
+
+
+def weights_gb(*models: ModelSize) -> float:
+    return sum(model.weight_bytes for model in models) / 1e9

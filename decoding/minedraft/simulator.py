@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Protocol
@@ -18,6 +18,10 @@ from decoding.costs import CostTable
 from decoding.minedraft.batches import BatchManager
 
 GOLDEN = (math.sqrt(5) - 1) / 2
+EVEN = 0.005
+"""A gain is told from 1 where it is further away than this."""
+RAREST = 1e-6
+"""Arrivals a second: beyond, the milliseconds of a step are lost in the time that has passed."""
 
 
 class Times(Protocol):
@@ -31,15 +35,27 @@ class Times(Protocol):
         """Drafting for so many rows while verifying so many others."""
         ...
 
+    def extrapolated(self, rows: Iterable[int], ks: Iterable[int]) -> list[str]:
+        """In words, what these rows and lengths need beyond the measured times; empty where nothing is."""
+        ...
+
+
+def together(t: float, v: float, rho: float, shared: bool) -> float:
+    """An overlapped half-step: the longer half, or both in turn where they share a device, and contention."""
+    return (t + v if shared else max(t, v)) * (1 + rho)
+
 
 @dataclass(frozen=True)
 class Measured:
-    """Times from tables {rows: {k: ms}}: linear between the measured points and beyond them."""
+    """Times from tables {rows: {k: ms}}: linear between the measured points and beyond them, but nowhere falling
+    beyond them."""
 
     draft_ms: Mapping[int, Mapping[int, float]]
     verify_ms: Mapping[int, Mapping[int, float]]
     rho: float = 0.0
-    """Contention: an overlapped half-step takes max(t, V) times 1 + rho."""
+    """Contention: an overlapped half-step takes 1 + rho times as long."""
+    shared: bool = False
+    """Both halves are on one device and take turns."""
 
     def draft(self, rows: int, k: int) -> float:
         return _surface(self.draft_ms, rows, k)
@@ -48,7 +64,16 @@ class Measured:
         return _surface(self.verify_ms, rows, k)
 
     def together(self, drafted: int, verified: int, k: int) -> float:
-        return max(self.draft(drafted, k), self.verify(verified, k)) * (1 + self.rho)
+        return together(self.draft(drafted, k), self.verify(verified, k), self.rho, self.shared)
+
+    def extrapolated(self, rows: Iterable[int], ks: Iterable[int]) -> list[str]:
+        found = []
+        for word, times in (("drafting", self.draft_ms), ("verifying", self.verify_ms)):
+            found += _outside(f"{word} for {{}} requests", rows, times)
+            shortest = max(min(by_k) for by_k in times.values())
+            longest = min(max(by_k) for by_k in times.values())
+            found += _outside(f"{word} {{}} tokens of a request", ks, (shortest, longest))
+        return found
 
 
 @dataclass(frozen=True)
@@ -60,6 +85,7 @@ class Curves:
     verify_ms: Mapping[int, float]
     """Tokens, rows * (k + 1) -> milliseconds."""
     rho: float = 0.0
+    shared: bool = False
 
     def draft(self, rows: int, k: int) -> float:
         return k * _line(self.draft_ms, rows)
@@ -68,7 +94,14 @@ class Curves:
         return _line(self.verify_ms, rows * (k + 1))
 
     def together(self, drafted: int, verified: int, k: int) -> float:
-        return max(self.draft(drafted, k), self.verify(verified, k)) * (1 + self.rho)
+        return together(self.draft(drafted, k), self.verify(verified, k), self.rho, self.shared)
+
+    def extrapolated(self, rows: Iterable[int], ks: Iterable[int]) -> list[str]:
+        tokens = [r * (k + 1) for r in rows for k in ks]
+        return [
+            *_outside("drafting for {} requests", rows, self.draft_ms),
+            *_outside("verifying {} tokens", tokens, self.verify_ms),
+        ]
 
 
 @dataclass(frozen=True)
@@ -83,18 +116,34 @@ class FromCosts:
     drafter: str
     context: int = 256
     rho: float = 0.0
+    shared: bool = False
 
     def draft(self, rows: int, k: int) -> float:
-        one = self.costs.draft(self.drafter, k)
+        one = _line(dict(enumerate(self.costs.draft_ms[self.drafter], 1)), k)
         if self.drafter != "draft":
             return rows * one
-        return one * self.costs.verify(rows, self.context) / self.costs.verify(1, self.context)
+        return one * self._forward(rows) / self._forward(1)
 
     def verify(self, rows: int, k: int) -> float:
-        return self.costs.verify(rows * (k + 1), self.context)
+        return self._forward(rows * (k + 1))
 
     def together(self, drafted: int, verified: int, k: int) -> float:
-        return max(self.draft(drafted, k), self.verify(verified, k)) * (1 + self.rho)
+        return together(self.draft(drafted, k), self.verify(verified, k), self.rho, self.shared)
+
+    def extrapolated(self, rows: Iterable[int], ks: Iterable[int]) -> list[str]:
+        tokens = [r * (k + 1) for r in rows for k in ks]
+        return [
+            *_outside("drafting {} tokens", ks, range(1, len(self.costs.draft_ms[self.drafter]) + 1)),
+            *_outside("verifying {} tokens", tokens, self.costs.widths),
+            *_outside("{} tokens in the cache", [self.context], self.costs.contexts),
+        ]
+
+    def _forward(self, width: int) -> float:
+        """As the table has it; beyond it, as the other sources."""
+        context = max(self.context, min(self.costs.contexts))
+        by_context = zip(self.costs.contexts, self.costs.verify_ms, strict=True)
+        by_width = {c: dict(zip(self.costs.widths, times, strict=True)) for c, times in by_context}
+        return _surface(by_width, context, max(width, min(self.costs.widths)))
 
 
 @dataclass(frozen=True)
@@ -117,6 +166,11 @@ class Workload:
             raise ValueError(f"acceptance is {self.acceptance}; it is a probability, in [0, 1]")
         if not 0 <= self.arrivals < math.inf:
             raise ValueError(f"arrivals is {self.arrivals}; it must be 0 (all at once) or a rate above it")
+        if 0 < self.arrivals < RAREST:
+            raise ValueError(
+                f"arrivals is {self.arrivals}; requests so rare never meet, so that nothing overlaps: "
+                f"give {RAREST} a second or more, or 0 (all at once)"
+            )
 
     def make(self) -> list[SimulatedRequest]:
         draw, at, made = random.Random(self.seed), 0.0, []
@@ -148,7 +202,7 @@ class SimulatedRequest:
     def verified(self, k: int) -> int:
         """How many tokens a step adds."""
         accepted = 0
-        while accepted < k and self.draw.random() < self.acceptance:
+        while accepted < min(k, self.left) and self.draw.random() < self.acceptance:
             accepted += 1
         added = min(accepted + 1, self.left)
         self.left -= added
@@ -169,6 +223,8 @@ class Run:
     drafter_ms: float = 0.0
     steps: int = 0
     """Verifications; of half the requests each where batches overlap."""
+    rows: int = 0
+    """Requests verified, over all steps."""
     both_ms: float = 0.0
     """Half-steps in which one batch was drafted for and the other verified,"""
     apart_ms: float = 0.0
@@ -222,6 +278,7 @@ class _Clock:
     def verified(self, requests: list[SimulatedRequest], k: int) -> list[SimulatedRequest]:
         """Requests grow; those that have ended."""
         self.run.steps += 1
+        self.run.rows += len(requests)
         self.run.tokens += sum(r.verified(k) for r in requests)
         over = [r for r in requests if not r.left]
         self.run.latencies += [self.now - r.arrival for r in over]
@@ -290,6 +347,7 @@ class Comparison:
     """Of an overlapped half-step of full batches."""
     sd: Run
     psd: Run
+    work: Workload
 
     @property
     def gain(self) -> float:
@@ -307,26 +365,87 @@ class Comparison:
         return (self.draft_ms + self.verify_ms) / max(self.draft_ms, self.verify_ms)
 
     @property
+    def filled(self) -> float:
+        """Share of the places, 2m and m, that were taken on average, in the system in which it is less."""
+        return min(self.sd.rows / self.sd.steps / 2, self.psd.rows / self.psd.steps) / self.m
+
+    @property
+    def outcome(self) -> str:
+        """`gains`, `gains nothing` or `loses`: as simulated."""
+        return _outcome(self.gain)
+
+    @property
+    def parts(self) -> bool:
+        """The simulation does not come near the steady state of full batches, which the closed form is of."""
+        return self.outcome != _outcome(self.closed_form) or abs(self.gain / self.closed_form - 1) > 0.1
+
+    @property
+    def why(self) -> str:
+        """The reason of the outcome, in words that are the same for all m and k."""
+        if self.outcome != _outcome(self.closed_form):  # not because of the times
+            return self._unfilled()
+        if self.outcome == "gains":
+            reason = f"{'drafting' if self.draft_ms > self.verify_ms else 'verifying'} sets the pace"
+        else:
+            reason = self._lost()
+        return f"{reason}; {self._unfilled()}" if self.parts else reason
+
+    @property
     def verdict(self) -> str:
         """In words, what overlapping does here and why."""
-        slower = "drafting" if self.draft_ms > self.verify_ms else "verifying"
-        if self.closed_form >= 1.005:
-            return f"gains {100 * (self.closed_form - 1):.0f} %; {slower} sets the pace"
-        apart = self.draft_all_ms + self.verify_all_ms
-        reason = f"one batch of {2 * self.m} takes {apart:.3g} ms, two half-steps {2 * self.step_ms:.3g} ms"
-        if self.verify_all_ms < 1.5 * self.verify_ms:
-            reason += f": verifying {2 * self.m} costs hardly more than {self.m}, and is done once instead of twice"
-        elif self.step_ms > 1.05 * max(self.draft_ms, self.verify_ms):
-            reason += ": the halves slow each other down"
-        word = "loses" if self.closed_form < 0.995 else "gains nothing"
-        return f"{word}: {reason}"
+        percent = abs(self.gain - 1) * 100
+        if self.outcome == "gains":
+            told = f"gains {percent:.3g} %"
+        else:
+            apart = self.draft_all_ms + self.verify_all_ms
+            told = "gains nothing" if self.outcome == "gains nothing" else f"loses {percent:.0f} %"
+            told += f": one batch of {2 * self.m} takes {apart:.3g} ms, two half-steps {2 * self.step_ms:.3g} ms"
+        said = f" (with full batches all the time: gain {self.closed_form:.3f})" if self.parts else ""
+        return f"{told}{said}; {self.why}"
+
+    def _unfilled(self) -> str:
+        """Why the simulation is not in the steady state, and what to change."""
+        if self.work.requests == 1:
+            return "--requests 1: a single request has nothing to overlap: raise it to several times 2m"
+        if self.work.requests < 2 * self.m:
+            told, least = f"--requests {self.work.requests} do not fill the 2m places", ": raise it to several times 2m"
+        elif self.work.arrivals and self.filled < 0.95:
+            told, least = f"--arrivals {self.work.arrivals:g} a second are too few to fill the 2m places", ": raise it"
+        else:
+            told = f"--requests {self.work.requests} are so few for 2m places that the first and last steps weigh"
+            least = ": raise it to several times 2m"
+        return f"{told}{least}, or take a smaller --batch"
+
+    def _lost(self) -> str:
+        """Why two half-steps take no less than one step of all, from the times."""
+        t, v, step = self.draft_ms, self.verify_ms, self.step_ms
+        longer, apart = max(t, v), self.draft_all_ms + self.verify_all_ms
+        if abs(step / (t + v) - 1) < 0.01 and min(t, v) > 0.02 * longer:
+            return "nothing overlaps: a half-step takes as long as drafting and verifying in turn"
+        if step > (1 + EVEN) * longer and _outcome(apart / 2 / longer) == "gains":
+            return "the halves slow each other down"
+        name, other = ("drafting", "verifying") if t > v else ("verifying", "drafting")
+        if min(t, v) < 0.02 * longer and apart > 1.98 * longer:
+            return f"{other} takes so little time that there is hardly anything to hide"
+        all_ms, one_ms = (self.draft_all_ms, t) if t > v else (self.verify_all_ms, v)
+        dear = "costs hardly more than m, and is done once instead of twice"
+        if all_ms >= 1.5 * one_ms:
+            dear = f"is cheaper than twice m, by as much as the {other} that is hidden, or more"
+        waits = "drafting sets the pace and the target waits; " if t > v else ""
+        return f"{waits}{name} 2m {dear}".replace("drafting 2m", "drafting for 2m")
+
+
+def _outcome(gain: float) -> str:
+    if gain >= 1 + EVEN:
+        return "gains"
+    return "gains nothing" if gain >= 1 - EVEN else "loses"
 
 
 def compare(times: Times, work: Workload, m: int, k: int) -> Comparison:
     """Both systems, 2m requests at a time, on the same work."""
     return Comparison(
         m, k, times.draft(m, k), times.verify(m, k), times.draft(2 * m, k), times.verify(2 * m, k),
-        times.together(m, m, k), sequential(times, work, k, 2 * m), overlapped(times, work, k, 2 * m),
+        times.together(m, m, k), sequential(times, work, k, 2 * m), overlapped(times, work, k, 2 * m), work,
     )  # fmt: skip
 
 
@@ -375,14 +494,34 @@ def _least(value: Callable[[float], float], low: float, high: float) -> float:
 
 
 def _line(curve: Mapping[int, float], x: float) -> float:
-    """Linear between the points of a curve and beyond them, and nowhere below 0."""
+    """Linear between the points of a curve and beyond them.
+
+    Beyond them a step is taken to cost no less for more work, and no less than in proportion for less: so that times
+    above 0 never lead to times of 0 or below.
+    """
     points = sorted(curve)
-    if len(points) == 1:
-        return curve[points[0]]
+    first, last = points[0], points[-1]
+    if first == last:
+        return curve[first]
     above = next((i for i, p in enumerate(points) if p >= x), len(points) - 1)
     low, high = points[max(above - 1, 0)], points[max(above, 1)]
-    return max(curve[low] + (curve[high] - curve[low]) * (x - low) / (high - low), 0.0)
+    value = curve[low] + (curve[high] - curve[low]) * (x - low) / (high - low)
+    if x > last:
+        return max(value, curve[last])
+    return max(value, curve[first] * x / first) if x < first else value
 
 
 def _surface(table: Mapping[int, Mapping[int, float]], rows: int, k: int) -> float:
     return _line({m: _line(by_k, k) for m, by_k in table.items()}, rows)
+
+
+def _outside(what: str, wanted: Iterable[int], measured: Iterable[int]) -> list[str]:
+    """`what`, its range filled in, where the wanted range is not inside the measured one."""
+    (low, high), (least, most) = ((min(v), max(v)) for v in (list(wanted), list(measured)))
+    if least <= low and high <= most:
+        return []
+    return [f"{what.format(_span(low, high))} (measured: {_span(least, most)})"]
+
+
+def _span(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low} to {high}"
