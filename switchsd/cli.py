@@ -30,7 +30,7 @@ COMMANDS = {
     "write": "Let the target write bulk text for training drafters.",
     "adapt": "Make a probe and a head for a target of your own.",
     "profile": "Measure what each part of a step costs on this machine.",
-    "simulate": "Say what overlapping two batches would bring, from measured or published times.",
+    "simulate": "Say what overlapping two batches (MineDraft) would bring, from measured or published times.",
     "bench": "Compare modes on prompts, beside Hugging Face generate and other engines.",
     "sites": "List where a target's hidden states can be read.",
     "parity": "Compare the hooks with TransformerLens, in float32 and float64.",
