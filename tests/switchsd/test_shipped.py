@@ -9,6 +9,8 @@ import pytest
 import switchsd
 from activations.packaged import gguf_file
 from decoding.decoder import Decoder
+from decoding.draft.model import read_draft
+from switchsd.artifacts import shipped
 
 pytestmark = [
     pytest.mark.real,
@@ -28,12 +30,29 @@ def test_probe_and_head_fit_the_target(decoder: Decoder) -> None:
     assert decoder.probe.config.site.startswith("resid_")
 
 
-@pytest.mark.parametrize("mode", ["copy", "eagle", "switchsd"])
+def test_the_draft_model_fits_the_target_and_says_how_it_was_made(decoder: Decoder) -> None:
+    assert decoder.neural["draft"].name == "draft"
+    record = read_draft(shipped("draft", "smollm2"))
+    assert record["result"]["acceptance"] > 0.5
+    assert {"runs", "text", "provenance", "blocks"} <= record.keys()
+
+
+@pytest.mark.parametrize("mode", ["copy", "eagle", "sd", "switchsd"])
 def test_every_mode_writes_the_targets_own_text_in_fewer_steps(decoder: Decoder, mode: str) -> None:
     alone = decoder.generate(PROMPT, mode="ar", max_new_tokens=40)
     found = decoder.generate(PROMPT, mode=mode, max_new_tokens=40)
     assert found.tokens == alone.tokens
     assert found.steps < alone.steps
+
+
+def test_drafting_in_another_process_and_particles(decoder: Decoder) -> None:
+    prompts = [PROMPT, "Say hello."]
+    alone = decoder.generate(prompts, mode="ar", max_new_tokens=16)
+    found = decoder.generate(prompts, mode="minedraft", neural="draft", max_new_tokens=16)
+    assert [g.tokens for g in found] == [g.tokens for g in alone]
+    assert any("draft" in g.sources for g in found)
+    weighed = decoder.generate(PROMPT, mode="smcsd", temperature=0.7, draft_tokens=3, max_new_tokens=16)
+    assert weighed.tokens_per_step > 2
 
 
 def test_shipped_weights_are_small_and_safe() -> None:
