@@ -188,11 +188,11 @@ def drafter_here(name: str, target: Target, folder: Path | None) -> Drafter:
 
         assert folder is not None
         return EagleDrafter(target, load_head(folder, target.vocab_size))
-    from decoding.draft.drafter import DraftModelDrafter
-    from decoding.draft.model import cut, load_draft
+    from decoding.draft.drafter import DraftModelDrafter, drafter_of
+    from decoding.draft.model import cut
 
     kind, _, what = name.partition(":")
-    return DraftModelDrafter(target, cut(target, int(what)) if kind == "cut" else load_draft(Path(what), target))
+    return DraftModelDrafter(target, cut(target, int(what))) if kind == "cut" else drafter_of(what, target)
 
 
 def plan_for(drafter: Drafter, k: int) -> Plan:

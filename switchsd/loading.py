@@ -164,15 +164,15 @@ def _eagle(target: Target, source: str | os.PathLike[str]) -> EagleDrafter:
 def _draft(target: Target, source: str | os.PathLike[str]) -> DraftModelDrafter:
     """From a folder that `switchsd train draft` made, or any language model's folder or hub id."""
     from activations.target import TargetError
-    from decoding.draft.drafter import DraftModelDrafter
-    from decoding.draft.model import DraftError, independent, load_draft
+    from decoding.draft.drafter import DraftModelDrafter, drafter_of
+    from decoding.draft.model import DraftError, independent
     from decoding.eagle.head import ChoiceError
     from switchsd.artifacts import CONFIGS
 
     folder, config = Path(source), CONFIGS["draft"]
     if (folder / config).is_file():
         _check_made_for("draft model", made_for(folder, config), target, folder, "another --draft")
-        return DraftModelDrafter(target, load_draft(folder, target))
+        return drafter_of(folder, target)
     try:
         return DraftModelDrafter(target, independent(source, target))
     except DraftError as error:  # it names both already

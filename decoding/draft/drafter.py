@@ -9,6 +9,7 @@ nobody has read, and the target's own.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,9 +18,11 @@ from typing import Any, Literal, get_args
 import torch
 
 from activations.cache import KVCache
+from activations.linear import Product
 from activations.sampling import Sampling
 from activations.target import Target
 from decoding.budgets import Budget, FixedBudget
+from decoding.draft.model import load_draft, read_draft
 from decoding.request import Request
 from decoding.rows import Rows
 from decoding.tree import DraftTree
@@ -51,6 +54,29 @@ class _Group:
     """Of their first drafted tokens."""
 
 
+class Outputs:
+    """Some rows of a model's output matrix."""
+
+    def __init__(self, model: Target, tokens: Sequence[int]) -> None:
+        """Raises ValueError for ids that the model lacks, or for none."""
+        self.tokens = torch.tensor(sorted(set(tokens)), dtype=torch.long, device=model.device)
+        if not len(self.tokens) or self.tokens[0] < 0 or self.tokens[-1] >= model.vocab_size:
+            raise ValueError(f"the frequent tokens of {model.name} must be some of 0 to {model.vocab_size - 1}")
+        rule, bias = model.structure.logit_rule, getattr(model.head, "bias", None)
+        assert rule is not None  # else the target has no logits
+        self._rule, self._size = rule, model.vocab_size
+        weight = model.head.weight.detach()[self.tokens].contiguous()
+        self._product = Product(weight, None if bias is None else bias.detach()[self.tokens])
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """[B, V] after normed states [B, width]; -inf where there is no row."""
+        with torch.no_grad():
+            some = self._rule(self._product(states))
+        out = some.new_full((len(some), self._size), -torch.inf)
+        out[:, self.tokens] = some
+        return out
+
+
 class DraftModelDrafter:
     """Proposes a chain from a causal LM with the target's vocabulary.
 
@@ -61,13 +87,19 @@ class DraftModelDrafter:
     A budget's scores are log-probabilities, cumulated along the chain, of the model's first choices: equal to those of
     the drafted tokens where it is greedy. How likely a drawn token was says little about whether the target draws it
     too; and a length that depended on the last drawn token would bend the law that rejection sampling is told.
+
+    The output matrix is most of a small model's time. Where draws are keyed, nothing but the `frequent` tokens need be
+    proposed, and only their rows are multiplied; draws of its own are from the whole law.
     """
 
     name = "draft"
     sites: tuple[str, ...] = ()
 
-    def __init__(self, target: Target, model: Target, draw: Draw = "keyed") -> None:
-        """Raises ValueError for a model of fewer tokens than the target's."""
+    def __init__(
+        self, target: Target, model: Target, draw: Draw = "keyed", frequent: Sequence[int] | None = None
+    ) -> None:
+        """`frequent`: ids of the tokens that are proposed; all by default. Raises ValueError for a model of fewer
+        tokens than the target's."""
         if draw not in get_args(Draw):
             raise ValueError(f"unknown draw {draw!r}: use {' or '.join(get_args(Draw))}")
         if model.vocab_size < target.vocab_size:
@@ -75,13 +107,14 @@ class DraftModelDrafter:
                 f"the draft model {model.name} has {model.vocab_size} tokens and {target.name} {target.vocab_size}: "
                 "choose one with the target's tokenizer"
             )
-        self.target, self.model, self.draw = target, model, draw
+        self.target, self.model, self.draw, self.frequent = target, model, draw, frequent
+        self._outputs = Outputs(model, frequent) if frequent is not None and draw == "keyed" else None
         self._rows = Rows(1)
         self._held: dict[Request, _Held] = {}
 
     def drawing(self, draw: Draw) -> DraftModelDrafter:
         """The same model, drawing that way."""
-        return self if draw == self.draw else DraftModelDrafter(self.target, self.model, draw)
+        return self if draw == self.draw else DraftModelDrafter(self.target, self.model, draw, self.frequent)
 
     # -- the drafter's protocol ---------------------------------------------------------------------
 
@@ -92,7 +125,8 @@ class DraftModelDrafter:
     @property
     def size(self) -> dict[str, int]:
         """What its speed depends on."""
-        return {"blocks": self.model.blocks, "width": self.model.width}
+        outputs = self.model.vocab_size if self._outputs is None else len(self._outputs.tokens)
+        return {"blocks": self.model.blocks, "width": self.model.width, "outputs": outputs}
 
     @cached_property
     def _weights(self) -> str:
@@ -206,7 +240,7 @@ class DraftModelDrafter:
         cache, states = self._caught_up(requests)
         groups = self._groups(requests)
         fixed = all(isinstance(budget, FixedBudget) for budget in budgets)
-        drawn, peak, law = self._draw(groups, self.model.logits(states), 0)  # [B, (token, log q)], [B], [B, V]
+        drawn, peak, law = self._draw(groups, self._logits(states), 0)  # [B, (token, log q)], [B], [B, V]
         levels, scores, told = [drawn], [peak], [law]
         lengths = [1] * len(requests)
         while True:
@@ -220,7 +254,7 @@ class DraftModelDrafter:
                 break
             states = self.model.hidden(levels[-1][:, :1].long(), cache)[:, 0]
             cache.commit([range(int(goes)) for goes in going])  # who has stopped is fed for nothing
-            drawn, peak, law = self._draw(groups, self.model.logits(states), depth)
+            drawn, peak, law = self._draw(groups, self._logits(states), depth)
             levels.append(drawn)
             scores.append(scores[-1] + peak)
             told.append(law)
@@ -241,6 +275,10 @@ class DraftModelDrafter:
         return trees
 
     # -- drawing ------------------------------------------------------------------------------------
+
+    def _logits(self, states: torch.Tensor) -> torch.Tensor:
+        """[B, V] after normed states [B, width]; -inf for tokens that are not proposed."""
+        return self.model.logits(states) if self._outputs is None else self._outputs(states)
 
     def _groups(self, requests: Sequence[Request]) -> list[_Group]:
         device = self.model.device
@@ -277,3 +315,9 @@ class DraftModelDrafter:
             drawn[places] = torch.stack([law.ids(chosen).double(), logq.double()], dim=-1)
             peak[places] = logq.double() if sampling.greedy else (law.logits.max(-1).values - total).double()
         return drawn, peak, laws
+
+
+def drafter_of(folder: str | os.PathLike[str], target: Target, **options: Any) -> DraftModelDrafter:
+    """The drafter of a folder that `switchsd train draft` made; `options` are those of `DraftModelDrafter`. Raises
+    DraftError."""
+    return DraftModelDrafter(target, load_draft(folder, target), frequent=read_draft(folder).get("frequent"), **options)

@@ -4,7 +4,8 @@ A cut target keeps the target's embedding and output matrix: the same memory, so
 and costs only its blocks. Its files hold nothing else:
 
     draft.safetensors   the blocks and the final norm, bfloat16
-    draft.json          which blocks, of which target, how they were trained, and how well they agree with it
+    draft.json          which blocks, of which target, how they were trained, how well they agree with it, and which
+                        tokens are frequent enough to be proposed where not all need be
 """
 
 from __future__ import annotations

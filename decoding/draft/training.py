@@ -56,7 +56,8 @@ class DraftTrainConfig:
     accumulate: int = 1
     """Batches in an optimizer step."""
     frequent: int = 4096
-    """How many of the text's most frequent tokens are in every batch's part of the vocabulary."""
+    """How many of the text's most frequent tokens are in every batch's part of the vocabulary. The draft proposes no
+    others, unless draws of its own are asked for."""
     sampled: int = 1024
     """How many of the others are drawn for a batch."""
     variation: float = 0.0
@@ -368,7 +369,7 @@ def train(
 
     def save() -> None:
         by_path = dict(zip(stores, opened, strict=True))
-        _save(folder, student, target, config.seed, state, record, by_path, stores)
+        _save(folder, student, target, config.seed, state, record, by_path, stores, frequent)
 
     if state["updates"] and _saved_updates(folder) != state["updates"]:  # interrupted before that draft was saved
         save()
@@ -451,6 +452,7 @@ def _save(
     record: dict[str, Any],
     opened: dict[Path, CaptureStore],
     stores: Sequence[Path],
+    frequent: torch.Tensor,
 ) -> None:
     """The draft as it is now, with all that is known of it: `runs` are the settings and commands by the row from which
     they held."""
@@ -469,6 +471,7 @@ def _save(
         student.draft,
         student.blocks,
         target,
+        frequent=frequent.tolist(),
         runs=state["runs"],
         coverage=state["coverage"],
         updates=state["updates"],

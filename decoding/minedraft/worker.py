@@ -88,12 +88,12 @@ def _eagle(spec: DrafterSpec, target: Any) -> Drafter:
 
 
 def _draft(spec: DrafterSpec, target: Any) -> Drafter:
-    from decoding.draft.drafter import DraftModelDrafter
-    from decoding.draft.model import cut, independent, load_draft
+    from decoding.draft.drafter import DraftModelDrafter, drafter_of
+    from decoding.draft.model import cut, independent
 
     if spec.folder is not None:
-        model = load_draft(Path(spec.folder), target)
-    elif spec.model is not None:
+        return drafter_of(spec.folder, target, **spec.options)
+    if spec.model is not None:
         model = independent(spec.model, target)
     elif spec.blocks is not None:
         model = cut(target, spec.blocks)

@@ -312,7 +312,7 @@ def test_described_by_its_weights(small_target: Callable[..., Target]) -> None:
     target = small_target("llama")
     one, other = (DraftModelDrafter(target, draft_of(target, noise)) for noise in (0.03, 0.04))
     assert one.describe() == {
-        "name": "draft", "blocks": 4, "width": 32, "weights": one.describe()["weights"], "draw": "keyed",
+        "name": "draft", "blocks": 4, "width": 32, "outputs": 64, "weights": one.describe()["weights"], "draw": "keyed",
     }  # fmt: skip
     assert one.describe() == DraftModelDrafter(target, draft_of(target, 0.03)).describe()
     assert one.describe()["weights"] != other.describe()["weights"]
@@ -329,3 +329,37 @@ def test_what_cannot_draft(small_target: Callable[..., Target]) -> None:
         DraftModelDrafter(target, model)
     with pytest.raises(ValueError, match="unknown draw 'free'"):
         DraftModelDrafter(target, draft_of(target), "free")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_frequent_tokens_are_proposed(small_target: Callable[..., Target], family: str) -> None:
+    """Their logits are the model's; a draw of its own is from the whole law."""
+    target = small_target(family)
+    model, frequent = draft_of(target), list(range(0, 64, 3))
+    prompts = [[1, 2, 3], [9, 8, 7, 6]]
+    for sampling in (Sampling(), Sampling(temperature=1.0, seed=3)):
+        requests = requests_of(prompts, [sampling] * 2)
+        drafter = DraftModelDrafter(target, model, frequent=frequent)
+        for request in requests:
+            drafter.start(request, None)
+        trees = drafter.propose(requests, [FixedBudget(4, 4)] * 2)
+        for request, tree in zip(requests, trees, strict=True):
+            assert tree is not None
+            text = list(request.tokens)
+            for token in tree.tokens:
+                logits = model.model(torch.tensor([text])).logits[:, -1].detach()
+                rare = [t for t in range(64) if t not in frequent]
+                logits[:, rare] = -torch.inf
+                where = torch.tensor([request.key]), torch.tensor([len(text)])
+                assert token == int(sampling.next_tokens(logits, *where))
+                text.append(token)
+        whole = [d.propose(requests, [FixedBudget(4, 4)] * 2) for d in (
+            drafter.drawing("own"), DraftModelDrafter(target, model, "own"))]  # fmt: skip
+        assert [t.tokens for t in whole[0] if t] == [t.tokens for t in whole[1] if t]
+
+
+@pytest.mark.parametrize("frequent", [[], [-1], [64]])
+def test_frequent_tokens_that_are_none(small_target: Callable[..., Target], frequent: list[int]) -> None:
+    target = small_target("llama")
+    with pytest.raises(ValueError, match="must be some of 0 to 63"):
+        DraftModelDrafter(target, draft_of(target), frequent=frequent)

@@ -89,12 +89,12 @@ def test_the_one_that_was_made_is_found(run: Run, made: Path, tiny_folder: Path,
 def test_nothing_is_loaded_that_is_not_used(
     run: Run, made: Path, options: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import decoding.draft.model
+    import decoding.draft.drafter
 
     def never(*_: object) -> None:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr(decoding.draft.model, "load_draft", never)
+    monkeypatch.setattr(decoding.draft.drafter, "load_draft", never)
     for mode in ("ar", "copy"):
         assert run("generate", PROMPT, *options, "--mode", mode, "--json")[0] == OK
     assert "loaded" in run("generate", PROMPT, *options, "--mode", "sd")[2]
@@ -114,7 +114,7 @@ def test_a_chat_and_a_cost_table_know_it(
     file = tmp_path / "costs.json"
     found = told(run, "profile", tiny_folder, "--dtype", "float32", "--seconds", 0.2, "--out", file)
     assert list(found["draft_ms"]) == ["draft"] and len(found["draft_ms"]["draft"]) == 8
-    assert found["key"]["drafters"]["draft"] == {"blocks": 5, "width": 64}
+    assert found["key"]["drafters"]["draft"] == {"blocks": 5, "width": 64, "outputs": 258}
 
 
 def test_a_benchmark_compares_it(run: Run, made: Path, tiny_folder: Path, tmp_path: Path) -> None:
