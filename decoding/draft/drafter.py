@@ -22,7 +22,6 @@ from activations.linear import Product
 from activations.sampling import Sampling
 from activations.target import Target
 from decoding.budgets import Budget, FixedBudget
-from decoding.draft.model import load_draft, read_draft
 from decoding.request import Request
 from decoding.rows import Rows
 from decoding.tree import DraftTree
@@ -320,4 +319,6 @@ class DraftModelDrafter:
 def drafter_of(folder: str | os.PathLike[str], target: Target, **options: Any) -> DraftModelDrafter:
     """The drafter of a folder that `switchsd train draft` made; `options` are those of `DraftModelDrafter`. Raises
     DraftError."""
+    from decoding.draft.model import load_draft, read_draft  # which needs more libraries than drafting does
+
     return DraftModelDrafter(target, load_draft(folder, target), frequent=read_draft(folder).get("frequent"), **options)

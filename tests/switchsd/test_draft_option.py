@@ -89,12 +89,12 @@ def test_the_one_that_was_made_is_found(run: Run, made: Path, tiny_folder: Path,
 def test_nothing_is_loaded_that_is_not_used(
     run: Run, made: Path, options: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import decoding.draft.drafter
+    import decoding.draft.model
 
     def never(*_: object) -> None:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr(decoding.draft.drafter, "load_draft", never)
+    monkeypatch.setattr(decoding.draft.model, "load_draft", never)
     for mode in ("ar", "copy"):
         assert run("generate", PROMPT, *options, "--mode", mode, "--json")[0] == OK
     assert "loaded" in run("generate", PROMPT, *options, "--mode", "sd")[2]
