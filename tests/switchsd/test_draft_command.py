@@ -115,10 +115,12 @@ def test_an_interrupted_training_says_what_it_left(
         return compute(*arguments)
 
     command = ("train", "draft", whole, "--target", tiny_folder, "--out", tmp_path / "draft", *QUICK, "--json")
+    ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
         patch.setattr(module, "loss_of", asked_to_stop)
         code, _, err = run(*command, "--tokens", 500)
+    signal.signal(signal.SIGINT, ctrl_c)
     assert (code, told in err, len(count)) == (INTERRUPTED, True, calls), err
     assert signal.getsignal(signal.SIGTERM) is before
     code, out, err = run(*command, "--tokens", 500)
