@@ -183,10 +183,7 @@ class Engine:
         if self._kept is None:
             return 0
         have = self._kept.rows[0].tokens[: self._rows.cache.lengths[0]]  # not of the particle that was chosen
-        same = next(
-            (i for i, (a, b) in enumerate(zip(have, prompt, strict=False)) if a != b), min(len(have), len(prompt))
-        )
-        return max(same - 1, 0)
+        return max(_agreement([have, prompt]) - 1, 0)
 
     def _forget(self) -> None:
         """The kept request has served."""
@@ -303,7 +300,7 @@ class Engine:
         particles = group.particles
         texts = [p.tokens for p in particles]
         # The last token of a text is pending, and has no state yet.
-        same = min(_agreement(texts), min(map(len, texts)) - 1)
+        same = min(_agreement(texts, len(group.tokens)), min(map(len, texts)) - 1)
         self._rows.take(particles).select(ancestors, same)
         for drafter in list(self._drafters.values()):
             self._guarded(drafter, lambda d=drafter: d.select(particles, ancestors, same))  # type: ignore[misc]
@@ -317,11 +314,11 @@ class Engine:
         chosen = self.plan.verifier.pick(group)
         told, prompt = len(group.tokens), len(group.prompt)
         one = chosen or group.particles[0]
-        until = len(one.tokens) if chosen else _agreement([p.tokens for p in group.particles])
+        until = len(one.tokens) if chosen else _agreement([p.tokens for p in group.particles], told)
         tokens, sources = one.tokens[told:until], one.sources[told - prompt : until - prompt]
         group.tokens += tokens
         group.sources += sources
-        return Commit(group, list(tokens), list(sources))
+        return Commit(group, tokens, sources)
 
     # -- drafters fail, the text goes on --------------------------------------------------------------
 
@@ -486,11 +483,10 @@ class Engine:
         )
 
 
-def _agreement(texts: Sequence[Sequence[int]]) -> int:
-    """How many tokens all texts begin with."""
-    first, *others = texts
-    same = 0
-    for same, tokens in enumerate(zip(first, *others, strict=False)):
+def _agreement(texts: Sequence[Sequence[int]], known: int = 0) -> int:
+    """How many tokens all texts begin with, of which `known` are known to be equal."""
+    rests = [text[known:] for text in texts]
+    for same, tokens in enumerate(zip(*rests, strict=False)):
         if any(t != tokens[0] for t in tokens[1:]):
-            return same
-    return min(map(len, texts))
+            return known + same
+    return known + min(map(len, rests))

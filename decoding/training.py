@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,22 @@ SHORTEST = 9
 
 Document = dict[str, torch.Tensor]
 """Tensors of one text, a row a token: `token`, `pending`, `written`, and states by the name they were asked under."""
+
+
+def check_settings(config: Any, counts: Sequence[str], shares: Sequence[str]) -> None:
+    """Raise ValueError for what no training takes, of the settings that all of them have and those named: counts, from
+    1 on, and shares, in [0, 1]."""
+    for name in (*counts, "tokens", "batch_tokens", "accumulate", "validation_documents"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must be 1 or more")
+    for name in shares:
+        if not 0 <= getattr(config, name) <= 1:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must lie in [0, 1]")
+    if config.precision not in ("bf16", "float32"):
+        raise ValueError(f"precision is {config.precision!r}; it is bf16 or float32")
+    for name in ("learning_rate", "clip", "checkpoint_seconds"):
+        if not 0 < getattr(config, name) < math.inf:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must be above 0")
 
 
 def documents(store: CaptureStore, shard: int, states: Mapping[str, Sequence[str]]) -> list[Document]:

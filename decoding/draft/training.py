@@ -33,7 +33,7 @@ from activations.store import CaptureStore
 from activations.structure import LogitRule
 from activations.target import Target
 from decoding.draft.model import DraftError, cut_ordinary, read_draft, save_draft, spread
-from decoding.training import Document, documents, frequent_tokens, keep, learning_rate, padded, restore
+from decoding.training import Document, check_settings, documents, frequent_tokens, keep, learning_rate, padded, restore
 
 BUCKETS = (64, 128, 256, 512)
 """Positions at which the rows of a validation are divided."""
@@ -78,19 +78,9 @@ class DraftTrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("blocks", "tokens", "batch_tokens", "accumulate", "frequent", "validation_documents"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        check_settings(self, counts=("blocks", "frequent"), shares=("variation", "prompt_weight"))
         if self.sampled < 0:
             raise ValueError(f"sampled is {self.sampled}; it must be 0 or more")
-        for name in ("variation", "prompt_weight"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must lie in [0, 1]")
-        if self.precision not in ("bf16", "float32"):
-            raise ValueError(f"precision is {self.precision!r}; it is bf16 or float32")
-        for name in ("learning_rate", "clip", "checkpoint_seconds"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
         for name in ("minutes", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")

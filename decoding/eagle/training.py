@@ -16,7 +16,6 @@ every optimizer step (`decoding.eagle.workers`).
 from __future__ import annotations
 
 import json
-import math
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -37,7 +36,7 @@ from decoding.eagle.formats import load_head
 from decoding.eagle.growth import grown
 from decoding.eagle.head import EagleHead, HeadConfig, HeadError
 from decoding.eagle.workers import Workers
-from decoding.training import Document, frequent_tokens, keep, learning_rate, padded, restore
+from decoding.training import Document, check_settings, frequent_tokens, keep, learning_rate, padded, restore
 from decoding.training import documents as whole_texts
 
 
@@ -72,17 +71,7 @@ class EagleTrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("draft_vocabulary", "tokens", "batch_tokens", "accumulate", "steps", "validation_documents"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
-        for name in ("unrolled_share", "decay"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must lie in [0, 1]")
-        if self.precision not in ("bf16", "float32"):
-            raise ValueError(f"precision is {self.precision!r}; it is bf16 or float32")
-        for name in ("learning_rate", "clip", "checkpoint_seconds"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        check_settings(self, counts=("draft_vocabulary", "steps"), shares=("unrolled_share", "decay"))
 
 
 @dataclass
