@@ -25,7 +25,7 @@ from activations.target import Target, load_target
 from decoding.budgets import FixedBudget, PricedBudget
 from decoding.costs import CostTable, get_costs
 from decoding.eagle.drafter import EagleDrafter
-from decoding.eagle.head import load_head
+from decoding.eagle.formats import load_head
 from decoding.gates import COPY, Always, BanditGate, Choice, MatchLengthGate, Never, ProbeGate
 from decoding.length_gate import LengthGate
 from decoding.lengths import stored_texts
