@@ -21,7 +21,7 @@ from activations.cache import KVCache
 from activations.linear import Product
 from activations.sampling import Sampling
 from activations.target import Target
-from decoding.budgets import Budget, FixedBudget
+from decoding.budgets import Budget, FixedBudget, Growth
 from decoding.request import Request
 from decoding.rows import Rows
 from decoding.tree import DraftTree
@@ -246,7 +246,9 @@ class DraftModelDrafter:
             depth = len(levels)
             seen = scores[-1] if fixed else scores[-1].cpu()
             going = [
-                lengths[i] == depth and depth < depths[i] and budget.go_on(seen[i : i + 1], depth)
+                lengths[i] == depth
+                and depth < depths[i]
+                and budget.go_on(Growth(seen[i : i + 1], depth, 1, len(requests[i].tokens)))
                 for i, budget in enumerate(budgets)
             ]
             if not any(going):
@@ -267,7 +269,7 @@ class DraftModelDrafter:
             tokens, logq, score = packed[i, :n].unbind(-1)
             drafted = [int(token) for token in tokens.tolist()]
             self._held[request] = _Held(len(request.tokens), drafted[:-1])
-            n = budget.size(score)
+            n = budget.size(Growth(score, n, 1, len(request.tokens)))
             chain = DraftTree.chain(drafted[:n], self.name, logq.tolist()[:n])
             own = None if laws is None or request.sampling.greedy else laws[i, :n]
             trees.append(chain if own is None else replace(chain, q_logits=own))
