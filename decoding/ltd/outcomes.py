@@ -101,16 +101,38 @@ class Outcomes:
         limit = np.minimum(self.ahead, 100)[:, None, None].astype(np.int8)
         return np.minimum(self.accepted(sizes) + np.int8(1), limit)
 
-    def milliseconds(self, costs: CostTable, drafter: str, sizes: Sequence[int], overhead: float) -> NDArray[np.float32]:
-        """[positions, depths, sizes]: drafting, verifying, and `overhead` for the rest of the step."""
-        used = np.unique(self.context)
-        table = np.empty((len(used), self.depth, len(sizes)), np.float32)
+    def milliseconds(self, clock: Clock, sizes: Sequence[int]) -> NDArray[np.float32]:
+        """[positions, depths, sizes]: what a step costs."""
+        row = clock.rows(self.context)
+        out = np.empty((len(self), self.depth, len(sizes)), np.float32)
         for d in range(1, self.depth + 1):
-            drafting = costs.draft(drafter, d) + overhead
             for v, size in enumerate(sizes):
-                width = 1 + min(size, nodes_at(d, self.top_k))
-                table[:, d - 1, v] = [drafting + costs.verify(width, int(c)) for c in used]
-        return table[np.searchsorted(used, self.context)]
+                out[:, d - 1, v] = clock.table[row, d - 1, min(size, nodes_at(d, self.top_k))]
+        return out
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Milliseconds of a step, by the text's length, the tree's depth and its number of nodes."""
+
+    table: NDArray[np.float64]
+    """[lengths, depths, nodes + 1]"""
+    lengths: NDArray[np.integer]
+    """Those that the table knows, increasing."""
+
+    @classmethod
+    def of(cls, costs: CostTable, drafter: str, outcomes: Outcomes, overhead: float) -> Clock:
+        """From a cost table, for all lengths in the log; `overhead` is the rest of a step."""
+        lengths = np.unique(outcomes.context)
+        nodes = nodes_at(outcomes.depth, outcomes.top_k)
+        verifying = np.array([[costs.verify(1 + n, int(c)) for n in range(nodes + 1)] for c in lengths])
+        drafting = np.array([costs.draft(drafter, d) for d in range(1, outcomes.depth + 1)])
+        return cls(verifying[:, None] + drafting[None, :, None] + overhead, lengths)
+
+    def rows(self, lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Of the table, for lengths that it knows."""
+        found: NDArray[np.int64] = np.searchsorted(self.lengths, lengths)
+        return found
 
 
 def nodes_at(depth: int, top_k: int) -> int:
