@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from activations.cache import KVCache
 from activations.matching.match import Matches
 from activations.sites import Site
 from activations.target import Target
@@ -132,10 +133,7 @@ class Engine:
         start = self.reused = self._common(prompt)
         fed = prompt[start : len(prompt) - opens]
         cache = self._rows.free(start)
-        logits = torch.empty(0)
-        if fed:
-            logits = self.target.forward(torch.tensor([fed], device=self.target.device), cache, logits_to_keep=1)
-            cache.commit([range(len(fed))])
+        logits = self._prefill(fed, cache) if fed else torch.empty(0)
         rows = request.split(self.plan.particles)
         request.tokens = list(prompt)
         for row in rows:
@@ -165,6 +163,12 @@ class Engine:
         if request.particles:
             return self._together(request)
         return Commit(request, list(request.generated), list(request.sources))
+
+    def _prefill(self, tokens: list[int], cache: KVCache) -> torch.Tensor:
+        """The cache's only row comes to hold these tokens too; logits [1, 1, V] after the last one."""
+        logits = self.target.forward(torch.tensor([tokens], device=self.target.device), cache, logits_to_keep=1)
+        cache.commit([range(len(tokens))])
+        return logits
 
     def leave(self, requests: Sequence[Request]) -> None:
         """Requests that have ended give up their rows; the others close ranks."""
