@@ -18,8 +18,8 @@ import torch
 
 from activations.sampling import uniform
 from activations.target import Target
-from decoding.cospec.state import STOP, Mismatches, states, token_classes
-from decoding.policies.policy import Policy
+from decoding.cospec.state import STATE, STOP, Mismatches, states, token_classes
+from decoding.policies.policy import Policy, PolicyError
 from decoding.request import Request
 from decoding.tree import DraftTree
 from decoding.verifier import Intent, Verdict, Verifier, _choose, columns, split
@@ -78,6 +78,11 @@ class PolicyArbiter:
 
     def __post_init__(self) -> None:
         _share("threshold", self.threshold)
+        if (self.policy.features, self.policy.actions) != (len(STATE), 2):
+            raise PolicyError(
+                f"an arbitration policy has {len(STATE)} inputs and 2 actions, and this one {self.policy.features} and "
+                f"{self.policy.actions}: train one with `switchsd train-policy cospec`"
+            )
 
     def decide(self, asked: Asked) -> torch.Tensor:
         if self.threshold == 1:
@@ -86,9 +91,9 @@ class PolicyArbiter:
 
     def describe(self) -> dict[str, Any]:
         digest = hashlib.sha256()
-        for name, tensor in sorted(self.policy.state_dict().items()):
+        for name, tensor in sorted(self.policy.tensors().items()):
             digest.update(name.encode())
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(tensor.view(torch.uint8).numpy().tobytes())
         return {"name": "policy", "threshold": self.threshold, "policy": digest.hexdigest()[:16]}
 
 
@@ -342,7 +347,9 @@ class ArbitrationVerifier(Verifier):
         whole = torch.full((b, n + 1), -1, dtype=torch.long)  # drafted tokens by the slot that judges them
         for row, tree in enumerate(trees):
             whole[row, : len(tree)] = torch.tensor(tree.tokens, dtype=torch.long)
-        numbers = [[len(r.tokens), len(r.prompt), r.tokens[-1], run.asked] for r, run in zip(requests, running, strict=True)]
+        numbers = [
+            [len(r.tokens), len(r.prompt), r.tokens[-1], run.asked] for r, run in zip(requests, running, strict=True)
+        ]
         packed = torch.cat([whole, torch.tensor(numbers)], 1).to(device, non_blocking=True)
         drafted, (starts, prompts, last, before) = packed[:, : n + 1], packed[:, n + 1 :].T
         slot = torch.arange(n + 1, device=device)
@@ -362,13 +369,21 @@ class ArbitrationVerifier(Verifier):
 
             def mismatches() -> Mismatches:
                 width = logits.shape[-1]
-                told = logits.new_zeros(b, n, max([width, *(_told(t).shape[1] for t in trees if len(t))]), dtype=torch.float32)
+                told = logits.new_zeros(
+                    b, n, max([width, *(_told(t).shape[1] for t in trees if len(t))]), dtype=torch.float32
+                )
                 for row, tree in enumerate(trees):
                     if len(tree):
                         told[row, : len(tree)] = _told(tree).to(device)
                 rates = torch.tensor([[r.keep_rate, r.acceptance] for r in running], device=device)
                 previous = torch.cat([last[:, None], token[:, : n - 1]], 1)
-                fields = [chosen[:, :n], token[:, :n], previous, slot[:n].expand(b, n), (positions - prompts[:, None])[:, :n]]
+                fields = [
+                    chosen[:, :n],
+                    token[:, :n],
+                    previous,
+                    slot[:n].expand(b, n),
+                    (positions - prompts[:, None])[:, :n],
+                ]
                 rates = rates[:, None].expand(b, n, 2).flatten(0, 1)
                 return Mismatches(
                     logits[:, :n].flatten(0, 1), told.flatten(0, 1), *(f.flatten() for f in fields), *rates.unbind(-1)
@@ -438,7 +453,9 @@ class _Walk:
 def _told(tree: DraftTree) -> torch.Tensor:
     """[nodes, V]"""
     if tree.q_logits is None:
-        raise ValueError("an arbiter wants to know what the draft model thinks, and a draft does not tell it (q_logits)")
+        raise ValueError(
+            "an arbiter wants to know what the draft model thinks, and a draft does not tell it (q_logits)"
+        )
     told: torch.Tensor = tree.q_logits
     return told
 
