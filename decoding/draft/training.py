@@ -4,6 +4,9 @@ The text is a capture store's (selection `all`): tokens, and the target's last s
 every position without running it. The loss is the cross-entropy to that distribution, or the total variation distance
 between the two, which is the share of tokens that rejection sampling would refuse, or a mixture.
 
+A share of the batches may be questions instead (`decoding.answers`), whose right answers are learned as they stand: a
+draft that knows what its target does not. They are made as they are needed; their held-out side is never learned from.
+
 The output matrix is most of the cost of a small draft. So a batch's loss is taken over a part of the vocabulary: the
 most frequent tokens of the text, the next tokens of this batch, and a sample of the others that stands for all of them
 (each counts as many times as it was likely to be left out). Validation is over the whole vocabulary.
@@ -23,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
@@ -31,8 +35,9 @@ from activations.provenance import provenance
 from activations.sites import last_site
 from activations.store import CaptureStore
 from activations.structure import LogitRule
-from activations.target import Target
-from decoding.draft.model import DraftError, cut_ordinary, read_draft, save_draft, spread
+from activations.target import Fingerprint, Target
+from decoding.answers import MIX, Question, Questions
+from decoding.draft.model import WEIGHTS, DraftError, cut_ordinary, load_weights, read_draft, save_draft, spread
 from decoding.training import Document, check_settings, documents, frequent_tokens, keep, learning_rate, padded, restore
 
 BUCKETS = (64, 128, 256, 512)
@@ -71,6 +76,10 @@ class DraftTrainConfig:
     weight_decay: float = 0.01
     clip: float = 1.0
     """Largest gradient norm."""
+    questions: int = 0
+    """How many different questions there are, whose right answers are learned beside the target's text; 0: none."""
+    question_share: float = 0.5
+    """Share of the batches that are questions, if there are any; below 1."""
     validation_documents: int = 24
     """Documents held out from the first shard of every store."""
     checkpoint_seconds: float = 300.0
@@ -79,8 +88,11 @@ class DraftTrainConfig:
 
     def __post_init__(self) -> None:
         check_settings(self, counts=("blocks", "frequent"), shares=("variation", "prompt_weight"))
-        if self.sampled < 0:
-            raise ValueError(f"sampled is {self.sampled}; it must be 0 or more")
+        for name in ("sampled", "questions"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        if not 0 <= self.question_share < 1:
+            raise ValueError(f"question_share is {self.question_share}; it must be 0 or more and below 1")
         for name in ("minutes", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
@@ -126,6 +138,14 @@ class Outputs:
     bias: torch.Tensor | None  # [S]
     shift: torch.Tensor | None  # [S], added to logits: the log of how many tokens each row stands for
     rule: LogitRule
+    tokens: torch.Tensor | None = None  # [S], whose rows these are; None: all, in order
+
+    def columns(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Where the rows of tokens [n], which must be among them, stand."""
+        if self.tokens is None:
+            return tokens
+        order = self.tokens.argsort()
+        return order[torch.searchsorted(self.tokens[order], tokens)]
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Of normed states [n, width], float32 [n, S]; without the shift."""
@@ -152,7 +172,8 @@ class Divergence(torch.autograd.Function):
     def forward(
         ctx: Any, states: torch.Tensor, wanted: torch.Tensor, weights: torch.Tensor, outputs: Outputs, variation: float
     ) -> torch.Tensor:
-        """states [n, width] of the student and `wanted` [n, width] of the target, both normed; weights [n]."""
+        """states [n, width] of the student, normed; `wanted`: those of the target, or columns [n] of the only right
+        tokens; weights [n]."""
         gradient = torch.empty_like(states)
         total = torch.zeros((), device=states.device)
         for start in range(0, len(states), Divergence.ROWS):
@@ -174,11 +195,15 @@ def divergence(
     outputs: Outputs, states: torch.Tensor, wanted: torch.Tensor, variation: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row's loss [n], and its gradient with respect to the product [n, S]."""
-    logits, target = outputs.logits(states), outputs.logits(wanted)
+    logits = outputs.logits(states)
     slope = outputs.slope(logits)
     if outputs.shift is not None:
-        logits, target = logits.add_(outputs.shift), target.add_(outputs.shift)
-    p = torch.softmax(target, -1)
+        logits = logits.add_(outputs.shift)
+    if wanted.dim() == 1:
+        p = F.one_hot(wanted, logits.shape[-1]).float()
+    else:
+        target = outputs.logits(wanted)
+        p = torch.softmax(target if outputs.shift is None else target.add_(outputs.shift), -1)
     log_q = torch.log_softmax(logits, -1)
     q = log_q.exp()
     loss = -(p * log_q).sum(-1) if variation < 1 else torch.zeros(len(p), device=p.device)
@@ -227,7 +252,7 @@ class Vocabulary:
         shift = torch.zeros(len(tokens), device=device)
         if self.sampled:
             shift[len(chosen) :] = math.log(len(others) / self.sampled)
-        return Outputs(self.weight[tokens], None if self.bias is None else self.bias[tokens], shift, self.rule)
+        return Outputs(self.weight[tokens], None if self.bias is None else self.bias[tokens], shift, self.rule, tokens)
 
 
 def loss_of(
@@ -238,15 +263,23 @@ def loss_of(
     config: DraftTrainConfig,
     generator: torch.Generator,
 ) -> tuple[torch.Tensor, float]:
-    """The weighted sum of the losses of a batch's rows, and the sum of the weights."""
+    """The weighted sum of the losses of a batch's rows, and the sum of the weights. Without the target's states, what
+    is written is right, and nothing else is learned."""
     weights = batch["written"].float()
-    weights = torch.where(batch["real"] & ~batch["written"], config.prompt_weight, weights).flatten()
+    taught = "last" not in batch
+    if not taught:
+        weights = torch.where(batch["real"] & ~batch["written"], config.prompt_weight, weights)
+    weights = weights.flatten()
     counts = weights > 0
     hidden = student.hidden(batch["token"]).flatten(0, 1)[counts]
-    with torch.no_grad():
-        wanted = target.final_norm(batch["last"].to(target.dtype)).flatten(0, 1)[counts]
     outputs = vocabulary.part(batch["pending"][batch["real"]], generator)
-    loss: torch.Tensor = Divergence.apply(hidden.float(), wanted, weights[counts], outputs, config.variation)
+    with torch.no_grad():
+        if taught:
+            wanted = outputs.columns(batch["pending"].flatten()[counts])
+        else:
+            wanted = target.final_norm(batch["last"].to(target.dtype)).flatten(0, 1)[counts]
+    variation = 0.0 if taught else config.variation
+    loss: torch.Tensor = Divergence.apply(hidden.float(), wanted, weights[counts], outputs, variation)
     return loss, float(weights.sum())
 
 
@@ -293,6 +326,72 @@ def evaluate(
     return record
 
 
+# -- questions -----------------------------------------------------------------------------------------
+
+ASKED = 64
+"""Questions that are put into batches together, those of similar length in one."""
+VALIDATED = 10
+"""Held-out questions of a kind that a validation asks."""
+
+
+def lesson(target: Target, question: Question) -> Document:
+    """A question with its right answer and the stop token, as the target would write it; no states."""
+    prompt = target.encode_messages(question.messages)
+    answer = [*target.tokenizer(question.answer, add_special_tokens=False)["input_ids"], _stop(target)]
+    ids = torch.tensor([*prompt, *answer])
+    written = torch.arange(len(ids) - 1) >= len(prompt) - 1
+    return {"token": ids[:-1], "pending": ids[1:], "written": written}
+
+
+def _stop(target: Target) -> int:
+    usual = target.tokenizer.eos_token_id
+    return int(usual) if usual in target.stop_ids else min(target.stop_ids)
+
+
+def lessons(target: Target, config: DraftTrainConfig, random_: random.Random) -> Iterator[Document]:
+    """Batches of questions without end, in any order."""
+    source = Questions(MIX, config.seed, "train")
+    while True:
+        asked = [lesson(target, source[random_.randrange(config.questions)]) for _ in range(ASKED)]
+        ready = list(padded(asked, config.batch_tokens))
+        random_.shuffle(ready)
+        yield from ready
+
+
+def mixed(
+    texts: Sequence[Document], questions: Iterator[Document], share: float, random_: random.Random
+) -> list[Document]:
+    """Batches of text with so many of questions between them that these are this share of all, on average."""
+    out = []
+    for batch in texts:
+        while random_.random() < share:
+            out.append(next(questions))
+        out.append(batch)
+    return out
+
+
+def answer_tokens(target: Target, config: DraftTrainConfig) -> torch.Tensor:
+    """The tokens of right answers (increasing ids), of as many questions as show nearly all."""
+    source = Questions(MIX, config.seed, "train")
+    texts = {source[number].answer for number in range(min(config.questions, 20_000))}
+    ids = target.tokenizer(sorted(texts), add_special_tokens=False)["input_ids"]
+    return torch.tensor(sorted({_stop(target), *(token for text in ids for token in text)}))
+
+
+def examine(student: Student, target: Target, vocabulary: Vocabulary, config: DraftTrainConfig) -> dict[str, float]:
+    """The share of held-out questions whose whole answer is the student's first choice at every token, by kind."""
+    found: dict[str, list[bool]] = {}
+    asked = Questions(MIX, config.seed, "held-out")
+    with torch.no_grad(), _precision(target, config):
+        for number in range(VALIDATED * len(MIX)):
+            question = asked[number]
+            doc = _moved(lesson(target, question), target.device)
+            hidden = student.hidden(doc["token"][None])[0, doc["written"]]
+            chosen = vocabulary.whole.logits(hidden).argmax(-1)
+            found.setdefault(question.kind, []).append(bool((chosen == doc["pending"][doc["written"]]).all()))
+    return {kind: round(sum(right) / len(right), 4) for kind, right in found.items()}
+
+
 # -- the run -------------------------------------------------------------------------------------------
 
 
@@ -302,10 +401,12 @@ def train(
     folder: Path,
     config: DraftTrainConfig,
     blocks: Sequence[int] | None = None,
+    start: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Train a draft model on capture stores (selection `all`) and save it in `folder`; yields a record now and then.
 
-    `blocks`: those of the target that it begins from, by number; by default `config.blocks` of them.
+    `blocks`: those of the target that it begins from, by number; by default `config.blocks` of them. `start`: a draft
+    of the same target that a new run begins from instead; its frequent tokens stay.
     A store that is given several times counts as often in every pass; one that grows is read further at the next pass.
     The run's state is kept in `folder/run` and is continued when the same command is given again, with more stores,
     rows or minutes as well. Whenever a record of some training is yielded, the draft so far is in `folder` too. A
@@ -318,6 +419,14 @@ def train(
             raise DraftError(f"{store.folder} has no complete shard yet: wait for its writer, or write more")
         if states["last"][0] not in store.sites:
             raise DraftError(f"a draft learns from {states['last'][0]}, and {store.folder} holds no states of it")
+    first = read_draft(start) if start is not None else None
+    if first is not None:
+        if blocks is not None and list(blocks) != first["blocks"]:
+            raise DraftError(f"{start} holds blocks {first['blocks']}, not {list(blocks)}: name those, or none")
+        different = target.fingerprint.mismatch(Fingerprint(**first["target"]))
+        if different:
+            raise DraftError(f"{start} was cut from another target than {target.name} ({'; '.join(different)})")
+        blocks = first["blocks"]
     student = Student(target, config.blocks if blocks is None else blocks)
     run = folder / "run"
     run.mkdir(parents=True, exist_ok=True)
@@ -327,7 +436,11 @@ def train(
         state = json.loads(state_file.read_text())
         frequent = load_file(tensors)["frequent"]
     else:
-        frequent, coverage = frequent_tokens(opened, config.frequent)
+        kept = [] if first is None else [torch.tensor(first.get("frequent", []), dtype=torch.int64)]
+        kept += [answer_tokens(target, config)] if config.questions else []
+        frequent, coverage = frequent_tokens(opened, config.frequent, torch.cat(kept).unique() if kept else None)
+        if start is not None:
+            load_weights(student.draft, start / WEIGHTS)
         state = {"rows": 0, "updates": 0, "seconds": 0.0, "coverage": coverage, "blocks": student.blocks}
     if state["blocks"] != student.blocks:
         raise DraftError(
@@ -355,7 +468,15 @@ def train(
     held_out: list[Document] = []
     for path in dict.fromkeys(stores):
         held_out += documents(CaptureStore.open(path), 0, states)[: config.validation_documents]
-    record: dict[str, Any] = evaluate(student, target, held_out, vocabulary, config)
+
+    def validate() -> dict[str, Any]:
+        found = evaluate(student, target, held_out, vocabulary, config)
+        if config.questions:
+            found["answers"] = examine(student, target, vocabulary, config)
+        return found
+
+    record: dict[str, Any] = validate()
+    asked = lessons(target, config, random_)
 
     def save() -> None:
         by_path = dict(zip(stores, opened, strict=True))
@@ -384,17 +505,20 @@ def train(
                 docs = documents(opened[which], shard, states)[config.validation_documents if shard == 0 else 0 :]
                 ready = list(padded(docs, config.batch_tokens))
                 random_.shuffle(ready)
+                if config.questions:
+                    ready = mixed(ready, asked, config.question_share, random_)
                 for group in (ready[k : k + config.accumulate] for k in range(0, len(ready), config.accumulate)):
                     for part in optimizer.param_groups:
                         part["lr"] = learning_rate(config.learning_rate, progress())
                     optimizer.zero_grad()
                     rows = sum(int(batch["real"].sum()) for batch in group)
+                    learned = sum(int(batch["real" if "last" in batch else "written"].sum()) for batch in group)
                     for batch in group:
                         batch = _moved(batch, target.device)
                         with _precision(target, config):
                             loss, weight = loss_of(student, target, batch, vocabulary, config, generator)
                         if weight:
-                            (loss / rows).backward()
+                            (loss / learned).backward()
                         losses, weights = losses + float(loss.detach()), weights + weight
                     torch.nn.utils.clip_grad_norm_(parameters.values(), config.clip)
                     optimizer.step()
@@ -409,7 +533,7 @@ def train(
                         "rows": state["rows"],
                         "seconds": round(now - started, 1),
                         "train_loss": round(losses / max(weights, 1e-9), 4),
-                        **evaluate(student, target, held_out, vocabulary, config),
+                        **validate(),
                     }
                     losses = weights = 0.0
                     keep(run, state, parameters, optimizer, frequent=frequent)

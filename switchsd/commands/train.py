@@ -92,15 +92,22 @@ def draft(
     cut: Annotated[
         str | None, typer.Option(help="The target's blocks to begin from, by number: 0,29. Default: --blocks of them.")
     ] = None,
+    continue_from: Annotated[
+        Path | None, typer.Option(help="Begin from this draft model: its blocks, and its frequent tokens.")
+    ] = None,
     json: AsJson = False,
 ) -> None:
-    """Train a draft model, a few of the target's own blocks, on text that the target wrote."""
+    """Train a draft model, a few of the target's own blocks, on text that the target wrote, and, with --questions, on
+    right answers to questions."""
     from activations.target import load_target
+    from decoding.draft.model import read_draft
     from decoding.draft.training import train
     from decoding.training import rows_of_a_pass
     from switchsd.artifacts import cached
 
     chosen = None if cut is None else block_numbers(cut)
+    if continue_from is not None:
+        read_draft(continue_from)
     if folder is not None:
         check_folder(folder)
     check_texts(stores)
@@ -114,7 +121,7 @@ def draft(
     record: dict[str, object] = {}
     try:
         with terminable(), bar("training tokens", config.tokens) as progress:
-            for record in train(model, stores, where, config, chosen):
+            for record in train(model, stores, where, config, chosen, continue_from):
                 done = int(str(record["rows"]))
                 progress.to(min(done, config.tokens))
                 tell(record)
