@@ -49,6 +49,9 @@ class Policy(nn.Module):
     first layer, so that a call is one product a layer.
     """
 
+    mean: torch.Tensor  # [features]
+    scale: torch.Tensor  # [features]
+
     def __init__(
         self,
         layers: Sequence[tuple[torch.Tensor, torch.Tensor]],
