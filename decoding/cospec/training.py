@@ -62,7 +62,7 @@ class CoSpecConfig:
     max_new_tokens: int = 32
     """Longest answer."""
     first: int = 3
-    """Of how many of the target's first mismatches in an answer the other branch is followed."""
+    """Of how many of an answer's first mismatches both branches are followed."""
     validation: float = 0.25
     """Share of the questions that nothing is trained on, and the threshold is chosen on."""
     rows: int = 32
@@ -174,7 +174,7 @@ def train_on(
         check(found["training"])
         reference = reference_speed(store, trained)
         warm = yield from _warm_start(store, trained, folder, config)
-        yield {"stage": "warm start", "agreement": agreement(warm, examples(store, validated), 0.5)}
+        yield {"stage": "warm start", **_agreements(warm, store, validated, 0.5)}
         from decoding.cospec.environment import ArbitrationEnvironment
 
         environment = ArbitrationEnvironment(
@@ -201,7 +201,7 @@ def train_on(
         "shares": found,
         "thresholds": results,
         "chosen": best,
-        "oracle": agreement(chosen, examples(store, validated), best["threshold"]),
+        "oracle": _agreements(chosen, store, validated, best["threshold"]),
         "seconds": time.monotonic() - began,
         "provenance": provenance(seed=config.seed),
     }
@@ -211,7 +211,7 @@ def train_on(
         record=json.loads(json.dumps(record)),
     )  # fmt: skip
     artifact.save(folder)
-    yield {"stage": "done", **best, **{f"oracle_{k}": v for k, v in record["oracle"].items()}}
+    yield {"stage": "done", **best, **record["oracle"]}
     return artifact
 
 
@@ -316,7 +316,7 @@ def _warm_start(
     store: BranchStore, questions: Sequence[Question], folder: Path, config: CoSpecConfig
 ) -> Generator[Record, None, Policy]:
     """The policy that the branches teach."""
-    found = examples(store, questions)
+    found = examples(store, questions, own=True)
     record: Record = {}
     for record, policy in fit(found, config):  # noqa: B007
         pass
@@ -344,6 +344,14 @@ def agreement(policy: Policy, found: Examples, threshold: float) -> dict[str, fl
         "agreement_without_ties": round(float((same & clear).sum()) / n, 4),
         "take_without_ties": round(float((~found.keep & clear).sum()) / n, 4),
         "keep_without_ties": round(float((found.keep & clear).sum()) / n, 4),
+    }
+
+
+def _agreements(policy: Policy, store: BranchStore, questions: Sequence[Question], threshold: float) -> Record:
+    """With two oracles: the target's tokens follow after either token, or the draft's after its own."""
+    return {
+        "oracle": agreement(policy, examples(store, questions, own=False), threshold),
+        "oracle_own": agreement(policy, examples(store, questions, own=True), threshold),
     }
 
 
