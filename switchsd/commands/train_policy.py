@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from decoding.cospec.training import CoSpecConfig
+from decoding.ltd.training import LTDConfig
 from switchsd.commands.train import terminable
 from switchsd.loading import AUTO, LoadConfig
 from switchsd.options import UsageError, check_folder
-from switchsd.show import AsJson, Bar, as_json, bar, counted, notes, out, table
+from switchsd.show import LINE_SECONDS, AsJson, as_json, bar, counted, notes, out, table
 
 if TYPE_CHECKING:
     from decoding.answers import Question
@@ -23,8 +24,77 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 Training = Generator[Record, None, "PolicyArtifact"]
+TABLED = ("replay", "threshold")
+"""Stages whose records are shown as a table in the end."""
 SLOW = 20.0
 """Seconds after which it is said how long a stage will take."""
+
+
+def ltd(
+    config: LTDConfig,
+    loading: LoadConfig,
+    target: Annotated[str, typer.Option(help="An alias, a hub id or a folder.")] = "smollm2",
+    drafter: Annotated[str, typer.Option(help="Folder of an EAGLE-3 head; auto: one that fits.")] = AUTO,
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="Where the policies go; by default where `generate` finds them.")
+    ] = None,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(help="Prompts as JSONL, a text file or a dataset; by default the embedded ones. Repeatable."),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Train how deep an EAGLE tree is drafted, and how much of it is verified (Learning to Draft)."""
+    from decoding.ltd.training import stages, train
+    from decoding.policies.training import check_installed
+    from switchsd.artifacts import cached
+    from switchsd.loading import chosen_prompts, load
+
+    check_installed()
+    if folder is not None:
+        check_folder(folder)
+    asked = {Path(source).stem or source: chosen_prompts(source, None) for source in prompts or ()}
+    asked = asked or {"train": chosen_prompts(None, "train")}
+    with bar(f"loading {target}"):
+        decoder = load(target, None, drafter, draft=None, policy=None, **asdict(loading))
+        head: Any = decoder.neural.get("eagle")
+    name = decoder.target.name
+    if head is None:
+        raise UsageError(
+            f"mode ltd grows trees with an EAGLE head, and there is none for {name}: make one (switchsd train eagle), "
+            "or name one (--drafter)"
+        )
+    if not decoder.costs_known("eagle"):
+        notes.print("measuring what a step costs on this machine, once: the clock of the training")
+    with bar("measuring what a step costs"):
+        costs = decoder.costs("eagle")
+    where = folder or cached("ltd", name)
+    each = stages(config)
+    decisions = sum(timesteps_of(config, stage.name) for stage in each)
+    notes.print(
+        f"{counted(sum(map(len, asked.values())), 'prompt')}: an answer to each, of up to {config.max_new_tokens} "
+        f"tokens, and its trees are logged; then PPO learns from {decisions} decisions in {len(each)} stages. All of it "
+        f"is kept in {where}"
+    )
+    training = train(decoder.target, head, costs, asked, where, config)
+    last, artifact = follow(training, where, lambda stage: timesteps_of(config, stage))
+    if json:
+        as_json({"folder": str(where), **last, "record": artifact.record})
+        return
+    heads = ["replayed, tokens/s", "trained on", "chosen on", "held back", "over the best fixed tree", "tokens a step"]
+    rows = [
+        (r["name"], r["trained"], r["selected"], r["reported"], "x {} [{}, {}]".format(r["over_fixed"], *r["interval"]),
+         r["tokens_per_step"])
+        for r in (artifact.record["grid"], *artifact.record["stages"], artifact.record["oracle"])
+    ]  # fmt: skip
+    out.print(table(heads, rows))
+    out.print(f"{where}: {last['name']}, the fastest on the texts that the choice was made on", soft_wrap=True)
+    out.print(f"Mode ltd takes it by itself: switchsd generate --target {target} --mode ltd")
+
+
+def timesteps_of(config: LTDConfig, stage: str) -> int:
+    """Decisions of a stage of Learning to Draft, by its name."""
+    return config.ppo(stage.partition("-")[0]).timesteps
 
 
 def cospec(
@@ -77,15 +147,21 @@ def cospec(
         f"{counted(len(asked), 'question')}: the target and the draft answer each, and up to {config.first} other ways "
         f"are tried; then PPO learns from {config.timesteps} decisions. All of it is kept in {where}"
     )
-    last = follow(train(decoder.target, drafter, asked, where, config), where, config.timesteps)
-    result: Record = {"folder": str(where), "lossless": False, **last}
+    last, artifact = follow(train(decoder.target, drafter, asked, where, config), where, lambda stage: config.timesteps)
     if json:
-        as_json(result)
+        as_json({"folder": str(where), "lossless": False, **last})
         return
-    told = ", ".join(f"{k} {v}" for k, v in last.items() if k != "stage")
-    out.print(f"{where}: {told}", soft_wrap=True)
+    heads = ["on validation questions", "threshold", "right", "drafts kept", "tokens per forward"]
+    rows = [
+        (f"policy of {r['policy']}", r["threshold"], *(f"{r[name]:.1%}" for name in ("right", "kept")),
+         f"{r['tokens_per_forward']:.3f}")
+        for r in artifact.record["thresholds"]
+    ]  # fmt: skip
+    out.print(table(heads, rows))
+    out.print(f"{where}: the policy of {last['policy']} at threshold {last['threshold']}", soft_wrap=True)
     out.print(
-        f"Mode cospec takes it by itself (its texts are not the target's): generate --target {target} --mode cospec"
+        "Mode cospec takes it by itself; its texts are not the target's: "
+        f"switchsd generate --target {target} --mode cospec"
     )
 
 
@@ -97,6 +173,8 @@ def read_questions(file: Path) -> list[Question]:
         found = read_gsm8k(file)
     except OSError as error:
         raise UsageError(f"cannot read the questions in {file}: {(error.strerror or str(error)).lower()}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file} is no UTF-8 text ({error}): name another file") from error
     except ValueError as error:
         raise UsageError(str(error)) from error
     if not found:
@@ -127,28 +205,32 @@ def kinds_of(text: str) -> dict[str, tuple[int, ...]]:
     return levels
 
 
-def follow(training: Training, where: Path, timesteps: int) -> Record:
-    """Run a training to its end, showing where it is; returns its last record. Says what an interrupted one left."""
+def follow(training: Training, where: Path, timesteps: Callable[[str], int]) -> tuple[Record, PolicyArtifact]:
+    """Run a training to its end, showing where it is; `timesteps` are those of a stage of PPO, by name. Returns the
+    last record and the artifact. Says what an interrupted training left."""
     last: Record = {}
     with terminable(), keeping(where), bar("preparing", 1) as progress:
-        clock = Clock()
-        for last in training:
+        clock, told = Clock(), Teller()
+        while True:
+            try:
+                last = next(training)
+            except StopIteration as end:
+                return last, end.value
             stage = str(last.get("stage", "training"))
-            done, total = done_of(last, timesteps)
+            done, total = done_of(last, timesteps(stage) if "timesteps" in last else 0)
             if total:
                 progress.say(stage)
                 progress.to(done, total)
                 clock.tell(stage, done, total)
-            tell(last, progress, quiet=stage == "branches")
-    return last
+            told.tell(last, over=done >= total)
 
 
 def done_of(record: Mapping[str, Any], timesteps: int) -> tuple[float, float]:
     """How much of its stage a record tells of, and of how much; of nothing where it does not say."""
-    if "timesteps" in record:
+    if timesteps:
         return min(float(record["timesteps"]), float(timesteps)), float(timesteps)
-    of = record.get("of")
-    return (float(record.get("questions", 0)), float(of)) if isinstance(of, int) else (0.0, 0.0)
+    of, done = record.get("of"), record.get("questions", record.get("texts", 0))
+    return (float(done), float(of)) if isinstance(of, int) else (0.0, 0.0)
 
 
 class Clock:
@@ -168,17 +250,25 @@ class Clock:
             return
         self._told = True
         minutes = spent / gained * (total - done) / 60
-        notes.print(
-            f"{stage}: about {minutes:.0f} minutes to go" if minutes >= 1 else f"{stage}: less than a minute to go"
-        )
+        left = f"about {minutes:.0f} minutes" if minutes >= 1 else "less than a minute"
+        notes.print(f"{stage}: {left} to go")
 
 
-def tell(record: Mapping[str, Any], progress: Bar, quiet: bool) -> None:
-    """A record in a line; what comes often only moves the bar."""
-    if record.get("stage") == "shares":
-        notes.print(shares_table(record))
-    elif not quiet:
-        notes.print(" ".join(f"{k}={_brief(v)}" for k, v in record.items()))
+class Teller:
+    """Prints records, a line each: of those that come often only the last one of a stage, and one now and then."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def tell(self, record: Mapping[str, Any], over: bool) -> None:
+        now = time.monotonic()
+        if record.get("stage") == "shares":
+            notes.print(shares_table(record))
+        elif record.get("stage") in TABLED:
+            return
+        elif over or ("timesteps" in record and now - self._last > LINE_SECONDS):
+            notes.print(" ".join(f"{k}={_brief(v)}" for k, v in record.items()))
+            self._last = now
 
 
 def shares_table(record: Mapping[str, Any]) -> Any:
@@ -208,4 +298,4 @@ def keeping(where: Path) -> Iterator[None]:
         raise
 
 
-SUBCOMMANDS = (cospec,)
+SUBCOMMANDS = (ltd, cospec)

@@ -1,7 +1,5 @@
 """`switchsd train-policy`: from questions to a policy that loads, and what it says of what cannot be."""
 
-
-
 from __future__ import annotations
 
 import json
@@ -62,7 +60,8 @@ def test_a_policy_of_cospec_trains_into_the_users_cache_and_is_found_there(
     where = cached("cospec", str(tiny_folder))
     assert str(where) in out.replace("\n", "") and "--mode cospec" in out and "not the target's" in out
     assert "24 questions: the target and the draft answer each" in err
-    assert "only the draft" in err and "stage=ppo" in err and "stage=branches" not in err
+    assert "only the draft" in err and err.count("stage=ppo") == 1 == err.count("stage=branches")
+    assert out.count("policy of warm") == 11 + out.count("policy of warm at")
     assert list(candidates("cospec", str(tiny_folder))) == [where]
     for name in ("ppo/curves.png", "ppo/log.jsonl", "policy.safetensors"):
         assert (where / name).is_file()
@@ -81,7 +80,7 @@ def test_a_policy_of_cospec_trains_into_the_users_cache_and_is_found_there(
 def test_questions_that_nobody_can_answer(run: Run, tiny_folder: Path, draft_folder: Path, tmp_path: Path) -> None:
     command = ("train-policy", "cospec", "--target", tiny_folder, "--draft", draft_folder, "--out", tmp_path / "p")
     code, _, err = run(*command, *COSPEC)
-    assert (code, "error: no answer is right: of 18 questions the target answers 0.0% right" in err) == (FAILURE, True)
+    assert (code, "error: no answer is right: of 16 questions the target answers 0.0% right" in err) == (FAILURE, True)
     assert not (tmp_path / "p" / "policy.json").exists()
 
 
@@ -166,7 +165,7 @@ QUESTION = {"question": "What is 1 and 1?", "answer": "It is\n#### 2"}
         ("", "holds no question: name another file"),
         ("{", "line 1, holds no `question` and `answer`"),
         (json.dumps({**QUESTION, "answer": "2"}), "line 1: the answer does not end with `#### number`"),
-        (b"\xff\xff", "questions.jsonl"),
+        (b"\xff\xff", "questions.jsonl is no UTF-8 text"),
     ],
 )
 def test_files_without_questions(run: Run, tmp_path: Path, content: str | bytes | None, told: str) -> None:
