@@ -69,12 +69,11 @@ def ltd(
     with bar("measuring what a step costs"):
         costs = decoder.costs("eagle")
     where = folder or cached("ltd", name)
-    each = stages(config)
+    each, count = stages(config), sum(map(len, asked.values()))
     decisions = sum(timesteps_of(config, stage.name) for stage in each)
     notes.print(
-        f"{counted(sum(map(len, asked.values())), 'prompt')}: an answer to each, of up to {config.max_new_tokens} "
-        f"tokens, and its trees are logged; then PPO learns from {decisions} decisions in {len(each)} stages. All of it "
-        f"is kept in {where}"
+        f"{counted(count, 'prompt')}: an answer to each, of up to {config.max_new_tokens} tokens, and its trees are "
+        f"logged; then PPO learns from {decisions} decisions in {len(each)} stages. All of it is kept in {where}"
     )
     training = train(decoder.target, head, costs, asked, where, config)
     last, artifact = follow(training, where, lambda stage: timesteps_of(config, stage))

@@ -23,6 +23,18 @@ from switchsd.options import UsageError
 Run = Callable[..., tuple[int, str, str]]
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Pictures and means take longer than these trainings. Gives the function that draws."""
+    from decoding.ltd import training as ltd
+    from decoding.policies import training
+
+    draw = training.draw_curves
+    monkeypatch.setattr(training, "draw_curves", lambda records, file: None)
+    monkeypatch.setattr(ltd, "SAMPLES", 64)
+    return draw
+
+
 @pytest.fixture(scope="module")
 def draft_folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
     """A draft of the small target's first and last block, as they are."""
@@ -50,10 +62,12 @@ COSPEC = (
 
 
 def test_a_policy_of_cospec_trains_into_the_users_cache_and_is_found_there(
-    run: Run, tiny_folder: Path, draft_folder: Path, judged: None
+    run: Run, tiny_folder: Path, draft_folder: Path, judged: None, quick: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from decoding.policies import training
     from switchsd.loading import load
 
+    monkeypatch.setattr(training, "draw_curves", quick)
     command = ("train-policy", "cospec", "--target", tiny_folder, "--draft", draft_folder, *COSPEC)
     code, out, err = run(*command)
     assert code == OK, err
@@ -189,7 +203,149 @@ def test_without_a_draft_model(run: Run, tiny_folder: Path) -> None:
     assert (code, "make one (switchsd train draft), or name one (--draft)" in err) == (USAGE, True), err
 
 
-@pytest.mark.parametrize("name", ["cospec"])
+# -- Learning to Draft -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def head_folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    """A random head that says it was made for the small target."""
+    import torch
+
+    from activations.target import load_target
+    from decoding.eagle.head import EagleHead, HeadConfig
+
+    torch.manual_seed(0)
+    head = EagleHead(HeadConfig(64, 128, 4, 2, vocab_size=258, draft_vocab_size=32))
+    head.set_vocabulary(torch.arange(226, 258))
+    folder = tmp_path_factory.mktemp("head")
+    head.save(folder, switchsd={"target": load_target(tiny_folder).fingerprint.to_dict()})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompt_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Ten short prompts from two sources."""
+    folder = tmp_path_factory.mktemp("prompts")
+    files = [folder / "notes.jsonl", folder / "mail.jsonl"]
+    for file, letters in zip(files, ("abcde", "fghij"), strict=True):
+        file.write_text("\n".join(json.dumps({"prompt": f"{letter * 3} {letter} ?"}) for letter in letters))
+    return files
+
+
+@pytest.fixture
+def priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cost table that nobody measures."""
+    from decoding import decoder
+    from decoding.costs import CostTable
+
+    table = CostTable({"machine": "none"}, [1, 40], [64], [[10.0, 30.0]], {"eagle": [1.0, 2.0, 3.0]}, 0.0, 0.0)
+    monkeypatch.setattr(decoder, "get_costs", lambda *arguments: table)
+
+
+LTD = (
+    "--depth", 3, "--sizes", 4, "--rounds", 1, "--max-new-tokens", 12, "--rows", 4, "--size-timesteps", 64,
+    "--depth-timesteps", 64, "--environments", 4, "--steps", 8, "--batch", 16, "--epochs", 1, "--hidden", 4,
+)  # fmt: skip
+
+
+def ltd_command(tiny_folder: Path, head_folder: Path, prompt_files: list[Path]) -> tuple[object, ...]:
+    prompts = [part for file in prompt_files for part in ("--prompts", file)]
+    return ("train-policy", "ltd", "--target", tiny_folder, "--drafter", head_folder, *prompts, *LTD)
+
+
+def test_policies_of_a_tree_train_into_the_users_cache_and_are_found_there(
+    run: Run, tiny_folder: Path, head_folder: Path, prompt_files: list[Path], priced: None
+) -> None:
+    from switchsd.loading import load
+
+    command = ltd_command(tiny_folder, head_folder, prompt_files)
+    code, out, err = run(*command)
+    assert code == OK, err
+    where = cached("ltd", str(tiny_folder))
+    assert str(where) in out.replace("\n", "") and "over the best fixed tree" in out and "--mode ltd" in out
+    assert "size only" in out and "depth only" in out and "independent" in out and "oracle" in out
+    assert "10 prompts: an answer to each" in err and "256 decisions in 4 stages" in err
+    assert all(err.count(f"stage={name} ") == 1 for name in ("log", "grid", "size", "depth", "depth-1", "size-1"))
+    assert "stage=replay" not in err
+    assert list(candidates("ltd", str(tiny_folder))) == [where]
+    decoder = load(tiny_folder, drafter=head_folder)
+    policy = decoder.policies["ltd"]
+    policy.check("ltd", decoder.target, decoder.neural["eagle"])
+    assert policy.settings["depth"] == 3 and set(policy.record["sources"]) <= {"notes", "mail"}
+    texts = [decoder.generate("aaa", mode=mode, max_new_tokens=12).text for mode in ("ar", "ltd")]
+    assert texts[0] == texts[1]
+    before = (where / "policy.safetensors").read_bytes()
+    code, out, err = run(*command, "--json")
+    assert code == OK, err
+    found = json.loads(out)
+    assert found["folder"] == str(where) and found["stage"] == "done" and len(found["record"]["stages"]) == 5
+    assert (where / "policy.safetensors").read_bytes() == before
+
+
+def test_an_interrupted_training_of_a_tree_goes_on(
+    run: Run, tiny_folder: Path, head_folder: Path, prompt_files: list[Path], priced: None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from decoding.policies import training
+
+    command = ltd_command(tiny_folder, head_folder, prompt_files)
+    assert run(*command, "--out", tmp_path / "whole")[0] == OK
+    for stop in (1, 4):  # an iteration of the first stage, and one of the third that is left then
+        iterate, count = training._iterate, []
+
+        def stopped(*arguments: Any, stop: int = stop, iterate: Any = iterate, count: list[int] = count) -> None:
+            count.append(1)
+            if len(count) == stop + 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            iterate(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(training, "_iterate", stopped)
+            code, _, err = run(*command, "--out", tmp_path / "cut")
+        assert (code, f"go on from what is in {tmp_path / 'cut'}" in err) == (INTERRUPTED, True), err
+        assert not (tmp_path / "cut" / "policy.json").exists()
+    assert run(*command, "--out", tmp_path / "cut")[0] == OK
+    one, other = ((tmp_path / name / "policy.safetensors").read_bytes() for name in ("whole", "cut"))
+    assert one == other
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted", "told"),
+    [
+        (("--depth", 1), USAGE, "depth is 1; a tree of one level leaves no depth to decide"),
+        (("--sizes", 1), USAGE, "sizes is 1; it must be 2 or more"),
+        (("--rounds", -1), USAGE, "rounds is -1"),
+        (("--batch", 60), USAGE, "batch is 60; it must be 2 or more and divide environments x steps = 4 x 8 = 32"),
+        (("--reward", "luck"), USAGE, "'luck'"),
+        (("--learning-rate", "nan"), USAGE, "learning_rate is nan; it must be above 0"),
+        (("--drafter", "/nowhere/at/all"), USAGE, "/nowhere/at/all holds no EAGLE head"),
+        (("--prompts", ""), USAGE, "--prompts is empty"),
+        (("--out", __file__), USAGE, "is there and is no folder"),
+    ],
+)
+def test_wrong_settings_of_a_tree(
+    run: Run, tiny_folder: Path, head_folder: Path, prompt_files: list[Path], priced: None, tmp_path: Path,
+    more: tuple[object, ...], wanted: int, told: str,
+) -> None:  # fmt: skip
+    code, _, err = run(*ltd_command(tiny_folder, head_folder, prompt_files), "--out", tmp_path / "p", *more)
+    assert (code, told in err) == (wanted, True), err
+    assert not (tmp_path / "p").exists()
+
+
+def test_too_few_prompts_and_no_head(
+    run: Run, tiny_folder: Path, head_folder: Path, prompt_files: list[Path], priced: None, tmp_path: Path
+) -> None:
+    command = ltd_command(tiny_folder, head_folder, prompt_files[:1])
+    code, _, err = run(*command, "--out", tmp_path)
+    assert (code, "5 logged texts are too few to train on some and to judge by others" in err) == (FAILURE, True), err
+    code, _, err = run("train-policy", "ltd", "--target", tiny_folder)
+    assert (code, "make one (switchsd train eagle), or name one (--drafter)" in err) == (USAGE, True), err
+
+
+# -- both ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ltd", "cospec"])
 def test_without_the_extra(run: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for module in [m for m in sys.modules if m.split(".")[0] in ("stable_baselines3", "decoding")]:
         if module.split(".")[0] != "decoding" or module == "decoding.policies.ppo":
