@@ -45,7 +45,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str], name: str) -> None:
     code, out, _ = run(capsys, name, "--help")
     assert code == OK
-    assert ("COMMAND" if name in ("captures", "head", "train") else "--json") in out
+    assert ("COMMAND" if name in ("captures", "head", "train", "train-policy") else "--json") in out
 
 
 def test_importing_the_package_and_asking_for_help_does_not_load_torch() -> None:
