@@ -26,7 +26,7 @@ from decoding.cospec.state import STATE
 from decoding.policies.policy import PolicyError
 
 MIXED = 0.75
-"""Share of the questions that are drawn from those known to have right and wrong answers, if there are any."""
+"""Share of the questions that are drawn from those known to have right and wrong answers, if any are."""
 
 
 class Answers(Protocol):
@@ -40,10 +40,6 @@ class Answers(Protocol):
 
     def visit(self, wanted: Sequence[tuple[int, Decisions]]) -> None:
         """Go there: afterwards `at` knows each of these."""
-        ...
-
-    def mixed(self, question: int) -> bool:
-        """Whether some of its answers are known to be right and some to be wrong."""
         ...
 
 
@@ -70,19 +66,20 @@ class ArbitrationEnvironment(VecEnv):
         group: int = 8,
         speed: float = 0.05,
         reference: float = 1.0,
-        features: int = len(STATE),
+        mixed: Sequence[int] = (),
     ) -> None:
         """`group`: answers to a question, one after the other. `speed`: what tokens per forward of the target count,
-        in units of `reference`, beside a right answer's 1.
+        in units of `reference`, beside a right answer's 1. `mixed`: questions that are known to have right and wrong
+        answers; they are asked more often.
 
         Raises PolicyError where no answer is right, or no question has a mismatch.
         """
         self.answers, self.group, self.speed, self.reference = answers, group, speed, reference
         self.render_mode = None
-        super().__init__(environments, spaces.Box(-np.inf, np.inf, (features,), np.float32), spaces.Discrete(2))
+        super().__init__(environments, spaces.Box(-np.inf, np.inf, (len(STATE),), np.float32), spaces.Discrete(2))
         answers.visit([(q, ()) for q in range(len(answers)) if answers.at(q, ()) is None])
         self._asked = [q for q in range(len(answers)) if isinstance(answers.at(q, ()), Place)]
-        self._mixed = [q for q in self._asked if answers.mixed(q)]
+        self._mixed = sorted(set(mixed) & set(self._asked))
         if not self._asked:
             raise PolicyError(
                 f"the draft agrees with the target in all of the {len(answers)} answers: there is nothing to decide; "

@@ -41,7 +41,7 @@ from decoding.cospec.branches import (
 from decoding.cospec.state import STATE
 from decoding.cospec.verifier import KEEP, TAKE, keep_probability
 from decoding.draft.drafter import DraftModelDrafter
-from decoding.policies.policy import Policy, PolicyArtifact, PolicyError
+from decoding.policies.policy import Policy, PolicyArtifact, PolicyError, differences
 from decoding.policies.training import PPOConfig, check_installed, train_ppo
 
 KIND, NETWORK = "cospec", "arbitration"
@@ -173,13 +173,12 @@ def train_on(
             yield {"stage": "shares", "of": name, **share}
         check(found["training"])
         reference = reference_speed(store, trained)
-        warm = yield from _warm_start(store, trained, folder, config)
+        answers = Explored(store, runner, trained)
+        warm, mixed = yield from _warm_start(answers, folder / "warm", config, target, drafter)
         yield {"stage": "warm start", **_agreements(warm, store, validated, 0.5)}
         from decoding.cospec.environment import ArbitrationEnvironment
 
-        environment = ArbitrationEnvironment(
-            Explored(store, runner, trained), config.environments, config.group, config.speed, reference
-        )
+        environment = ArbitrationEnvironment(answers, config.environments, config.group, config.speed, reference, mixed)
         subject = {"what": KIND, "questions": len(trained), "group": config.group, "speed": config.speed}
         steps = train_ppo(environment, config.ppo, folder / "ppo", initial=warm, subject=subject)
         while True:
@@ -313,18 +312,37 @@ def fit(found: Examples, config: CoSpecConfig) -> Iterator[tuple[Record, Policy]
 
 
 def _warm_start(
-    store: BranchStore, questions: Sequence[Question], folder: Path, config: CoSpecConfig
-) -> Generator[Record, None, Policy]:
-    """The policy that the branches teach."""
-    found = examples(store, questions, own=True)
-    record: Record = {}
-    for record, policy in fit(found, config):  # noqa: B007
-        pass
-    yield {
-        "stage": "warm start", **record, "ties": round(float(found.ties.float().mean()), 4),
-        "keep_better": int((found.keep & ~found.take).sum()), "take_better": int((found.take & ~found.keep).sum()),
-    }  # fmt: skip
-    return policy
+    answers: Explored, folder: Path, config: CoSpecConfig, target: dict[str, Any], drafter: dict[str, Any]
+) -> Generator[Record, None, tuple[Policy, list[int]]]:
+    """The policy that the branches teach, and which questions they show to have right and wrong answers. Both are kept
+    in `folder`: more branches will be known when a run goes on."""
+    settings = {"config": asdict(config), "questions": [identity(q) for q in answers.questions]}
+    settings = json.loads(json.dumps(settings))
+    if (folder / "policy.json").is_file():
+        found = PolicyArtifact.load(folder)
+        different = differences(found.settings, settings)
+        if different:
+            raise PolicyError(
+                f"the run in {folder.parent} was begun otherwise ({'; '.join(different)}): give the same settings to "
+                "go on with it, or choose another folder"
+            )
+    else:
+        seen = examples(answers.store, answers.questions, own=True)
+        told: Record = {}
+        for told, policy in fit(seen, config):  # noqa: B007
+            pass
+        told |= {
+            "ties": round(float(seen.ties.float().mean()), 4),
+            "keep_better": int((seen.keep & ~seen.take).sum()),
+            "take_better": int((seen.take & ~seen.keep).sum()),
+        }
+        mixed = [q for q in range(len(answers)) if answers.mixed(q)]
+        found = PolicyArtifact(
+            KIND, target, drafter, {NETWORK: policy}, settings=settings, record={"fit": told, "mixed": mixed}
+        )
+        found.save(folder)
+    yield {"stage": "warm start", **found.record["fit"], "mixed": len(found.record["mixed"])}
+    return found.networks[NETWORK], list(found.record["mixed"])
 
 
 def agreement(policy: Policy, found: Examples, threshold: float) -> dict[str, float]:
