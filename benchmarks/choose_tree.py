@@ -22,7 +22,7 @@ from activations.generation import Request as Answer
 from activations.generation import complete
 from activations.sites import eagle_sites
 from activations.target import Target, load_target
-from decoding.budgets import Budget, FixedBudget, PricedBudget
+from decoding.budgets import Budget, FixedBudget, Growth, PricedBudget
 from decoding.costs import CostTable, get_costs
 from decoding.eagle.drafter import EagleDrafter
 from decoding.eagle.formats import load_head
@@ -39,6 +39,7 @@ class Grown:
     scores: torch.Tensor  # [n] cumulative log-probabilities
     depths: torch.Tensor  # [n], 1 = first drafted
     followed: torch.Tensor  # [n] the target wrote the whole path to the node
+    length: int  # tokens of the text there, the pending one included
 
 
 def grow(drafter: EagleDrafter, target: Target, prompt: list[int], answer: list[int]) -> list[Grown]:
@@ -60,7 +61,7 @@ def grow(drafter: EagleDrafter, target: Target, prompt: list[int], answer: list[
             place = end + depths[i] - 1
             on_path = parent < 0 or followed[parent]
             followed[i] = on_path and place < len(ids) and tokens[i] == ids[place]
-        out.append(Grown(torch.tensor(scores), torch.tensor(depths), torch.tensor(followed)))
+        out.append(Grown(torch.tensor(scores), torch.tensor(depths), torch.tensor(followed), end))
         request.tokens.append(ids[end])
         drafter.observe(request, features[end - 1 : end])
     drafter.close(request)
@@ -72,12 +73,12 @@ def step(grown: Grown, budget: Budget, top_k: int) -> tuple[int, int, int]:
     depth = 1
     while depth < DEPTH:
         level = grown.scores[grown.depths == depth]
-        if not budget.go_on(level.topk(min(top_k, len(level))).values, depth):
+        if not budget.go_on(Growth(level, depth, top_k, grown.length)):
             break
         depth += 1
     inside = grown.depths <= depth
     scores = grown.scores[inside]
-    kept = scores.sort(descending=True, stable=True).indices[: budget.size(scores)]
+    kept = scores.sort(descending=True, stable=True).indices[: budget.size(Growth(scores, depth, top_k, grown.length))]
     return int(grown.followed[inside][kept].sum()), len(kept), depth
 
 

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 if TYPE_CHECKING:
     from decoding.costs import CostTable
+
+
+class Growth(NamedTuple):
+    """What a budget sees of a tree that grows."""
+
+    scores: torch.Tensor
+    """Cumulative log-probabilities of nodes [n]: for `go_on` those of the newest level, for `size` of all levels, one
+    after the other."""
+    depth: int
+    """Levels drafted so far, 1 = the first."""
+    beams: int
+    """How many nodes of the newest level, its best ones, the next one would grow from."""
+    length: int
+    """Tokens of the text, the pending one included."""
 
 
 class Budget(Protocol):
@@ -20,12 +34,12 @@ class Budget(Protocol):
     @property
     def depth(self) -> int: ...
 
-    def go_on(self, scores: torch.Tensor, depth: int) -> bool:
-        """Whether to grow another level, given the scores [beams] of the level at `depth` (1 = first drafted)."""
+    def go_on(self, growth: Growth) -> bool:
+        """Whether to grow another level."""
         ...
 
-    def size(self, scores: torch.Tensor) -> int:
-        """How many of the grown nodes to keep, given all their scores [n]."""
+    def size(self, growth: Growth) -> int:
+        """How many of the grown nodes to keep, the best ones."""
         ...
 
 
@@ -38,11 +52,11 @@ class FixedBudget:
     depth: int = 20
     """Most tokens on one path."""
 
-    def go_on(self, scores: torch.Tensor, depth: int) -> bool:
-        return depth < self.depth
+    def go_on(self, growth: Growth) -> bool:
+        return growth.depth < self.depth
 
-    def size(self, scores: torch.Tensor) -> int:
-        return min(self.nodes, scores.numel())
+    def size(self, growth: Growth) -> int:
+        return min(self.nodes, growth.scores.numel())
 
 
 TYPICAL_CONTEXT = 512
@@ -75,8 +89,11 @@ class PricedBudget:
         level = (costs.draft(drafter, depth) - costs.draft(drafter, 1)) / max(depth - 1, 1)
         return cls(nodes, depth, max(node, 0.0) / token, max(level, 0.0) / token)
 
-    def go_on(self, scores: torch.Tensor, depth: int) -> bool:
-        return depth < self.depth and float(scores.exp().sum()) * NEXT > self.level
+    def go_on(self, growth: Growth) -> bool:
+        if growth.depth >= self.depth:
+            return False
+        best = growth.scores.topk(min(growth.beams, growth.scores.numel())).values
+        return float(best.exp().sum()) * NEXT > self.level
 
-    def size(self, scores: torch.Tensor) -> int:
-        return min(self.nodes, max(1, int((scores.exp() >= self.node).sum())))
+    def size(self, growth: Growth) -> int:
+        return min(self.nodes, max(1, int((growth.scores.exp() >= self.node).sum())))

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from activations.cache import KVCache
 from activations.matching.match import Matches
 from activations.sites import Site
 from activations.target import Target
@@ -126,25 +127,28 @@ class Engine:
     # -- requests come and go -----------------------------------------------------------------------
 
     def admit(self, request: Request) -> Commit:
-        """Prefill a request into its rows; its first token is chosen, by each particle for itself."""
-        prompt = request.prompt
+        """Prefill a request into its rows; its first token is chosen, by each particle for itself. Where drafts compete
+        for that one too, the prompt's last token is left pending, and the commit is empty."""
+        prompt, opens = request.prompt, self.plan.verifier.opens
         start = self.reused = self._common(prompt)
+        fed = prompt[start : len(prompt) - opens]
         cache = self._rows.free(start)
-        logits = self.target.forward(torch.tensor([prompt[start:]], device=self.target.device), cache, logits_to_keep=1)
-        cache.commit([range(len(prompt) - start)])
+        logits = self._prefill(fed, cache) if fed else torch.empty(0)
         rows = request.split(self.plan.particles)
         request.tokens = list(prompt)
         for row in rows:
             row.tokens = list(prompt)
-        reading = self._reading(logits, prompt=True)
-        verdicts = [self.plan.verifier.accept([EMPTY], logits, [row], reading)[0] for row in rows]
+        verdicts: list[Verdict] = []
+        if not opens:
+            reading = self._reading(logits, prompt=True)
+            verdicts = [self.plan.verifier.accept([EMPTY], logits, [row], reading)[0] for row in rows]
         self._rows.hold(rows)
         self.requests.append(request)
-        for row, verdict in zip(rows, verdicts, strict=True):
+        self._steps.update(dict.fromkeys(rows, 0))
+        for row, verdict in zip(rows, verdicts, strict=False):
             row.tokens.append(verdict.pending)
             row.sources.append(TARGET)
             self._keep(row, verdict)
-            self._steps[row] = 0
         for drafter in list(self._drafters.values()):
             features = self._features(drafter, 0, None)
             for row in rows:
@@ -158,7 +162,13 @@ class Engine:
         self._forget()
         if request.particles:
             return self._together(request)
-        return Commit(request, [verdicts[0].pending], [TARGET])
+        return Commit(request, list(request.generated), list(request.sources))
+
+    def _prefill(self, tokens: list[int], cache: KVCache) -> torch.Tensor:
+        """The cache's only row comes to hold these tokens too; logits [1, 1, V] after the last one."""
+        logits = self.target.forward(torch.tensor([tokens], device=self.target.device), cache, logits_to_keep=1)
+        cache.commit([range(len(tokens))])
+        return logits
 
     def leave(self, requests: Sequence[Request]) -> None:
         """Requests that have ended give up their rows; the others close ranks."""
@@ -409,6 +419,8 @@ class Engine:
             particle=request.particle,
             log_weight=verdict.log_weight,
             ess=verdict.ess,
+            asked=verdict.asked,
+            kept=verdict.kept,
             draft_ms=draft.draft_ms,
             verify_ms=verify_ms,
             overhead_ms=draft.gate_ms + rest_ms,

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from activations.matching.match import MatchConfig
-from decoding.budgets import Budget, FixedBudget
+from decoding.budgets import Budget, FixedBudget, Growth
 from decoding.costs import CostTable
 from decoding.drafters import CopyDrafter
 from decoding.gates import COPY, Decision, Gate, Situation
@@ -76,17 +76,18 @@ class LoggedDrafter:
         """The tree that a budget makes of the whole one, and the levels that were drafted for it."""
         if room <= 0:
             return None, 0
-        scores, k = self.text.scores[position], self.text.top_k
+        scores, k, length = self.text.scores[position], self.text.top_k, self.text.context(position)
         deepest = min(budget.depth, room, int(self._depths[-1]))
         depth = 1
         while depth < deepest:
             start, end = np.searchsorted(self._depths, [depth, depth + 1])
             level = scores[start:end]
-            if not budget.go_on(level.topk(min(k, len(level))).values, depth):
+            if not budget.go_on(Growth(level, depth, k, length)):
                 break
             depth += 1
         count = int(np.searchsorted(self._depths, depth + 1))
-        best = scores[:count].sort(descending=True, stable=True).indices[: budget.size(scores[:count])].sort().values
+        size = budget.size(Growth(scores[:count], depth, k, length))
+        best = scores[:count].sort(descending=True, stable=True).indices[:size].sort().values
         place = {old: new for new, old in enumerate(best.tolist())}
         tokens, parents = self.text.tokens[position], self.text.parents[position]
         above = parents[best].tolist()

@@ -56,6 +56,10 @@ class StepRecord:
     """A particle's, before any resampling; None without particles."""
     ess: float | None = None
     """Effective sample size of the request's particles, before any resampling."""
+    asked: int = 0
+    """Mismatches at which an arbiter chose between the draft's token and the target's."""
+    kept: tuple[int, ...] = ()
+    """Nodes of the accepted path that the target would not have written: an arbiter kept the draft's token."""
 
     @property
     def copies(self) -> bool:

@@ -38,6 +38,10 @@ class Verdict:
     """Of a particle, after this step and before any resampling."""
     ess: float | None = None
     """Effective sample size of its group then, in particles."""
+    asked: int = 0
+    """Mismatches at which an arbiter chose between the draft's token and the target's."""
+    kept: tuple[int, ...] = ()
+    """Nodes of the path that stand although the target would have written another token."""
 
 
 class Verifier:
@@ -51,6 +55,8 @@ class Verifier:
     lossless = True
     keyed = True
     """The text is the one that the target writes alone at the same seed, not only one of the same law."""
+    opens = False
+    """Drafts compete for a text's first token too: prefill leaves the prompt's last token pending."""
 
     def describe(self) -> dict[str, Any]:
         """Settings that the text depends on, for JSON; none where it is the target's own."""

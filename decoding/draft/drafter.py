@@ -8,6 +8,7 @@ nobody has read, and the target's own.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from activations.cache import KVCache
 from activations.linear import Product
 from activations.sampling import Sampling
 from activations.target import Target
-from decoding.budgets import Budget, FixedBudget
+from decoding.budgets import Budget, FixedBudget, Growth
 from decoding.request import Request
 from decoding.rows import Rows
 from decoding.tree import DraftTree
@@ -89,24 +90,34 @@ class DraftModelDrafter:
 
     The output matrix is most of a small model's time. Where draws are keyed, nothing but the `frequent` tokens need be
     proposed, and only their rows are multiplied; draws of its own are from the whole law.
+
+    A drafter that `tells` draws with the target's noise, and its trees carry as `q_logits` what the model made of every
+    position, whatever the sampling: unprocessed, -inf for tokens that it does not propose.
     """
 
     name = "draft"
     sites: tuple[str, ...] = ()
 
     def __init__(
-        self, target: Target, model: Target, draw: Draw = "keyed", frequent: Sequence[int] | None = None
+        self,
+        target: Target,
+        model: Target,
+        draw: Draw = "keyed",
+        frequent: Sequence[int] | None = None,
+        tells: bool = False,
     ) -> None:
         """`frequent`: ids of the tokens that are proposed; all by default. Raises ValueError for a model of fewer
         tokens than the target's."""
         if draw not in get_args(Draw):
             raise ValueError(f"unknown draw {draw!r}: use {' or '.join(get_args(Draw))}")
+        if tells and draw == "own":
+            raise ValueError("a drafter that draws on its own tells its law anyway: leave out tells, or use draw=keyed")
         if model.vocab_size < target.vocab_size:
             raise ValueError(
                 f"the draft model {model.name} has {model.vocab_size} tokens and {target.name} {target.vocab_size}: "
                 "choose one with the target's tokenizer"
             )
-        self.target, self.model, self.draw, self.frequent = target, model, draw, frequent
+        self.target, self.model, self.draw, self.frequent, self.tells = target, model, draw, frequent, tells
         self._outputs = Outputs(model, frequent) if frequent is not None and draw == "keyed" else None
         self._rows = Rows(1)
         self._held: dict[Request, _Held] = {}
@@ -114,6 +125,12 @@ class DraftModelDrafter:
     def drawing(self, draw: Draw) -> DraftModelDrafter:
         """The same model, drawing that way."""
         return self if draw == self.draw else DraftModelDrafter(self.target, self.model, draw, self.frequent)
+
+    def telling(self) -> DraftModelDrafter:
+        """The same model with rows of its own, drawing with the target's noise and telling what it thinks."""
+        made = copy.copy(self.drawing("keyed"))  # which shares the model and its frequent rows
+        made.tells, made._rows, made._held = True, Rows(1), {}
+        return made
 
     # -- the drafter's protocol ---------------------------------------------------------------------
 
@@ -239,38 +256,43 @@ class DraftModelDrafter:
         cache, states = self._caught_up(requests)
         groups = self._groups(requests)
         fixed = all(isinstance(budget, FixedBudget) for budget in budgets)
-        drawn, peak, law = self._draw(groups, self._logits(states), 0)  # [B, (token, log q)], [B], [B, V]
-        levels, scores, told = [drawn], [peak], [law]
+        logits = self._logits(states)
+        drawn, peak, law = self._draw(groups, logits, 0)  # [B, (token, log q)], [B], [B, V]
+        levels, scores, told = [drawn], [peak], [logits.float() if self.tells else law]
         lengths = [1] * len(requests)
         while True:
             depth = len(levels)
             seen = scores[-1] if fixed else scores[-1].cpu()
             going = [
-                lengths[i] == depth and depth < depths[i] and budget.go_on(seen[i : i + 1], depth)
+                lengths[i] == depth
+                and depth < depths[i]
+                and budget.go_on(Growth(seen[i : i + 1], depth, 1, len(requests[i].tokens)))
                 for i, budget in enumerate(budgets)
             ]
             if not any(going):
                 break
             states = self.model.hidden(levels[-1][:, :1].long(), cache)[:, 0]
             cache.commit([range(int(goes)) for goes in going])  # who has stopped is fed for nothing
-            drawn, peak, law = self._draw(groups, self._logits(states), depth)
+            logits = self._logits(states)
+            drawn, peak, law = self._draw(groups, logits, depth)
             levels.append(drawn)
             scores.append(scores[-1] + peak)
-            told.append(law)
+            told.append(logits.float() if self.tells else law)
             lengths = [n + goes for n, goes in zip(lengths, going, strict=True)]
         packed = torch.cat([torch.stack(levels, 1), torch.stack(scores, 1)[..., None]], dim=-1).cpu()  # [B, depth, 3]
         if not packed.isfinite().all():
             raise ValueError("the draft model gave values that are not finite")
-        laws = torch.stack([law for law in told if law is not None], 1) if self.draw == "own" else None
+        tells = self.tells or self.draw == "own"
+        laws = torch.stack([law for law in told if law is not None], 1) if tells else None
         trees = []
         for i, (request, budget, n) in enumerate(zip(requests, budgets, lengths, strict=True)):
             tokens, logq, score = packed[i, :n].unbind(-1)
             drafted = [int(token) for token in tokens.tolist()]
             self._held[request] = _Held(len(request.tokens), drafted[:-1])
-            n = budget.size(score)
+            n = budget.size(Growth(score, n, 1, len(request.tokens)))
             chain = DraftTree.chain(drafted[:n], self.name, logq.tolist()[:n])
-            own = None if laws is None or request.sampling.greedy else laws[i, :n]
-            trees.append(chain if own is None else replace(chain, q_logits=own))
+            silent = laws is None or (request.sampling.greedy and not self.tells)
+            trees.append(chain if silent else replace(chain, q_logits=laws[i, :n]))
         return trees
 
     # -- drawing ------------------------------------------------------------------------------------

@@ -10,16 +10,16 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
 from activations.linear import Product
 from activations.target import Target
-from decoding.budgets import Budget
+from decoding.budgets import Budget, Growth
 from decoding.eagle.head import ACTIVATIONS, EagleHead, HeadError, HeadWarning, rms_norm
 from decoding.eagle.rope import rotate, table
 from decoding.request import Request
@@ -29,6 +29,10 @@ WAITING = 1024
 """Verified rows that wait at most, where no proposal is asked for: their features are larger than their keys."""
 CHUNK = 256
 """Rows that pass at once through the lower blocks of a head of several."""
+
+
+Question = tuple[Literal["go_on", "size"], Growth]
+"""What a growing tree asks."""
 
 
 @dataclass
@@ -224,10 +228,23 @@ class EagleDrafter:
     # -- growing one tree ---------------------------------------------------------------------------
 
     def _grow(self, request: Request, budget: Budget) -> DraftTree:
+        growing = self.growing(request, budget.depth)
+        answer: int | None = None
+        try:
+            while True:
+                question, growth = growing.send(answer)
+                answer = budget.go_on(growth) if question == "go_on" else budget.size(growth)
+        except StopIteration as end:
+            tree: DraftTree = end.value
+            return tree
+
+    def growing(self, request: Request, depth: int) -> Generator[Question, int | None, DraftTree]:
+        """Grows one tree, of `depth` levels at most, and asks on the way: whether to go on to another level, and at
+        the end how many nodes to keep, as a budget answers it."""
         state = self._states[request]
         output = self._catch_up(request, state)  # [1, width]
         base = state.fed  # slots from here on hold the tree's keys
-        deepest = min(budget.depth, request.room)
+        deepest, length = min(depth, request.room), len(request.tokens)
         k = self.top_k
         logp, index = self._choices(output)  # [1, k]
         cumulative = [logp[0]]
@@ -240,7 +257,7 @@ class EagleDrafter:
         visible = torch.empty(k, 0, dtype=torch.bool, device=index.device)  # [k, tree slots so far]
         eye = torch.eye(k, dtype=torch.bool, device=index.device)
         count, depth = k, 1
-        while depth < deepest and budget.go_on(beam_scores, depth):
+        while depth < deepest and (yield "go_on", Growth(cumulative[-1], depth, k, length)):
             visible = torch.cat([visible, eye], dim=1)
             output = self._rows(state, hidden, beam_tokens, base, depth - 1, visible)
             logp, index = self._choices(output)  # [k, k]
@@ -256,13 +273,15 @@ class EagleDrafter:
             hidden, visible = self._carried(output)[above], visible[above]
             count += k * k
             depth += 1
-        return self._prune(budget, *(torch.cat(x) for x in (tokens, parents, single, cumulative)))
+        scores = torch.cat(cumulative)
+        size = yield "size", Growth(scores, depth, k, length)
+        assert size is not None
+        return self._prune(size, torch.cat(tokens), torch.cat(parents), torch.cat(single), scores)
 
     def _prune(
-        self, budget: Budget, tokens: torch.Tensor, parents: torch.Tensor, single: torch.Tensor, scores: torch.Tensor
+        self, size: int, tokens: torch.Tensor, parents: torch.Tensor, single: torch.Tensor, scores: torch.Tensor
     ) -> DraftTree:
         """The best nodes. A child never scores above its parent, and a stable sort puts the parent first."""
-        size = budget.size(scores)
         best = scores.sort(descending=True, stable=True).indices[:size].sort().values
         place = torch.full((len(tokens) + 1,), -1, device=tokens.device)  # the last entry serves parent -1
         place[best] = torch.arange(len(best), device=tokens.device)

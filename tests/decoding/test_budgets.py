@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_eagle_head import paths_of, random_head, reference_tree
 
 from activations.target import Target
-from decoding.budgets import FixedBudget, PricedBudget
+from decoding.budgets import FixedBudget, Growth, PricedBudget
 from decoding.costs import CostTable
 from decoding.eagle.drafter import EagleDrafter
 from decoding.modes import ModeSettings, Parts
@@ -34,16 +34,22 @@ def test_prices_are_times_over_the_time_of_a_token() -> None:
 @given(st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=30), st.floats(0.0, 0.5), st.integers(1, 12))
 def test_size_counts_the_nodes_that_earn_their_price(chances: list[float], price: float, most: int) -> None:
     scores = torch.tensor(chances, dtype=torch.float64).log()
-    kept = PricedBudget(most, 3, price, 0.1).size(scores)
+    kept = PricedBudget(most, 3, price, 0.1).size(Growth(scores, 3, 4, 10))
     worth = sum(float(s.exp()) >= price for s in scores)
     assert kept == min(most, max(worth, 1))
 
 
 def test_another_level_must_be_worth_its_price() -> None:
     budget = PricedBudget(8, 3, 0.02, 0.1)
-    assert budget.go_on(torch.tensor([0.15, 0.06]).log(), 1)
-    assert not budget.go_on(torch.tensor([0.15, 0.04]).log(), 1)
-    assert not budget.go_on(torch.tensor([0.9]).log(), 3)
+
+    def goes_on(chances: list[float], depth: int, beams: int = 2) -> bool:
+        return budget.go_on(Growth(torch.tensor(chances).log(), depth, beams, 10))
+
+    assert goes_on([0.15, 0.06], 1)
+    assert not goes_on([0.15, 0.04], 1)
+    assert not goes_on([0.04, 0.15, 0.04], 1)  # the next level would grow from the best two alone
+    assert goes_on([0.04, 0.15, 0.04], 1, beams=3)
+    assert not goes_on([0.9], 3)
 
 
 @settings(max_examples=25, deadline=None)
