@@ -12,10 +12,12 @@ from activations.matching.match import MatchConfig
 from activations.matching.shared import SharedConfig, SharedStore
 from activations.target import Target
 from decoding.budgets import FixedBudget, PricedBudget
+from decoding.cospec.verifier import ArbitrationVerifier, PolicyArbiter
 from decoding.draft.drafter import DraftModelDrafter
 from decoding.drafters import CopyDrafter, Drafter
 from decoding.gates import COPY, Always, BanditGate, Choice, Gate, MatchLengthGate, Never, ProbeGate
 from decoding.length_gate import LengthGate
+from decoding.ltd.budget import LearnedBudget
 from decoding.rejection import RejectionVerifier
 from decoding.smc.lookahead import Lookahead, LookaheadGate
 from decoding.smc.resampling import RESAMPLING
@@ -357,7 +359,7 @@ def _cospec(parts: Parts) -> Plan:
         raise DecodingError("mode 'cospec' needs a draft model that tells its probabilities: use mode sd")
     policy = parts.policy("cospec", drafter)
     arbiter = PolicyArbiter.of(policy, parts.settings.arbitration)
-    return Plan(Always(parts.choice(DRAFT)), (drafter.telling(),), verifier=ArbitrationVerifier(arbiter))
+    return Plan(Always(parts.choice(DRAFT)), (drafter.telling(),), verifier=ArbitrationVerifier(parts.target, arbiter))
 
 
 def _smcsd(parts: Parts) -> Plan:

@@ -155,15 +155,16 @@ def _elsewhere(
 def _policies(target: Target, policy: str | os.PathLike[str] | None) -> Lazy[PolicyArtifact]:
     """The policies of the learned modes, by kind. One that was named is loaded now, and refused now."""
     from decoding.lazy import Lazy
-    from decoding.policies.policy import KINDS, PolicyArtifact
+    from decoding.policies.policy import PolicyArtifact
 
+    kinds: tuple[Kind, ...] = ("ltd", "cospec")
     makers: dict[str, Callable[[], PolicyArtifact]] = {}
     if policy is not None:
-        for kind in KINDS:
+        for kind in kinds:
             folder = first_fitting(kind, target)
             if folder is not None:
                 makers[kind] = partial(PolicyArtifact.load, folder)
-    if policy not in (AUTO, None):
+    if policy is not None and policy != AUTO:
         named = PolicyArtifact.load(policy)
         named.check(named.kind, target)
         makers[named.kind] = partial(_same, named)

@@ -69,7 +69,9 @@ class LearnedBudget:
             counts = {n: _count(settings[n]) for n in SETTINGS if n not in ("sizes", "observation")}
             observer = Observer(settings["observation"], counts["top_k"], counts["depth"])
         except (TypeError, ValueError) as error:
-            raise PolicyError(f"the settings of a learned tree are damaged ({error}): train the policy again") from error
+            raise PolicyError(
+                f"the settings of a learned tree are damaged ({error}): train the policy again"
+            ) from error
         fallback = FixedBudget(counts["fixed_nodes"], min(counts["fixed_depth"], counts["depth"]))
         return cls(
             depth, size, observer, tuple(sizes), counts["nodes"], counts["depth"], counts["every"], fallback

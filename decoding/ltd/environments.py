@@ -59,7 +59,9 @@ class Reward:
         if kind not in REWARDS:
             raise ValueError(f"unknown reward {kind!r}: use {', '.join(REWARDS[:-1])} or {REWARDS[-1]}")
         if not (typical.tokens > 0 and typical.milliseconds > 0):
-            raise ValueError(f"a typical step of {typical.tokens} tokens in {typical.milliseconds} ms: both are above 0")
+            raise ValueError(
+                f"a typical step of {typical.tokens} tokens in {typical.milliseconds} ms: both are above 0"
+            )
         self.kind, self.typical = kind, typical
         self.begin()
 
@@ -463,4 +465,3 @@ class DepthEnv(_StepEnv):
         row: Observation = self.observer.to_depth(growth)[0].numpy()
         self._shown = row
         return row
-

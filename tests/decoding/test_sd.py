@@ -26,9 +26,9 @@ from decoding.chat import Chat
 from decoding.costs import CostTable
 from decoding.decoder import Decoder, Generation
 from decoding.draft.drafter import DraftModelDrafter
-from decoding.lazy import Lazy
 from decoding.eagle.drafter import EagleDrafter
 from decoding.engine import Engine
+from decoding.lazy import Lazy
 from decoding.modes import DecodingError, ModeSettings, Parts, get_mode
 from decoding.request import Request
 from decoding.scheduler import SequentialScheduler
