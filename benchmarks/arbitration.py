@@ -1,10 +1,20 @@
-"""Two models that are each right where the other is wrong, and how often.
+"""Arbitration (mode cospec) between a target and a draft that are each right where the other is wrong.
 
     python -m benchmarks.arbitration shares --out FOLDER --drafts shipped=auto,pair=PATH
+    python -m benchmarks.arbitration run --out FOLDER --draft PATH --policy PATH
+    python -m benchmarks.arbitration speed --out FOLDER --draft PATH --policy PATH
+    python -m benchmarks.arbitration table --out FOLDER
 
 `shares` lets the target and every draft model answer held-out questions (`decoding.answers`) alone, greedily, and
-tells how often both are right, only the draft, only the target, and neither. Rows are kept in FOLDER/shares.jsonl, and
-those that are there are not written again: the same command goes on, with more questions or drafts as well.
+tells how often both are right, only the draft, only the target, and neither.
+
+`run` answers held-out questions with every way of arbitrating: exactly (`sd`), by the policy at several thresholds, at
+random as often as the policy keeps a draft, by the ratio of the target's probabilities, and always for the draft.
+Greedily an answer is a function of the decisions at its mismatches, so that what two columns decide alike is written
+once (`decoding.cospec.branches`), many answers together. `speed` measures a part of the questions one at a time, the
+columns interleaved. `table` writes result.json and table.md from what is there.
+
+Everything that was written is kept in FOLDER, and the same command goes on.
 """
 
 from __future__ import annotations
@@ -153,6 +163,109 @@ def measure_shares(given: argparse.Namespace) -> None:
     write_json(given.out / "shares.json", result)
     (given.out / "shares.md").write_text(shares_markdown(result), encoding="utf-8")
     print(shares_markdown(result))
+
+
+# -- arbitration ---------------------------------------------------------------------------------------
+
+Decide = Callable[[Question, Place], bool]
+"""Whether the draft's token is kept at a mismatch."""
+
+
+class Walked(NamedTuple):
+    """How a way of arbitrating answered a question."""
+
+    right: bool
+    asked: int
+    kept: int
+    tokens: int
+    forwards: int
+
+
+def by_policy(policy: Policy, threshold: float) -> Decide:
+    return lambda _, place: threshold < 1 and bool(keep_probability(policy, place.state[None]) >= threshold)
+
+
+def by_chance(rate: float, seed: int = 0) -> Decide:
+    """The same at the same place."""
+    return lambda question, place: random.Random(f"{seed} {question.key} {place.position}").random() < rate
+
+
+def by_ratio(ratio: float) -> Decide:
+    """Where the target's probability of the draft's token is that much of its own token's."""
+    t, d = STATE.index("target_logp_target"), STATE.index("target_logp_draft")
+    return lambda _, place: float(place.state[d] - place.state[t]) >= math.log(ratio)
+
+
+def walk(answers: Explored, asked: Sequence[int], decide: Decide) -> list[Walked]:
+    """How these questions are answered."""
+    done: dict[int, Walked] = {}
+    going: dict[int, Decisions] = dict.fromkeys(asked, ())
+    while going:
+        unknown = [one for one in going.items() if answers.at(*one) is None]
+        if unknown:
+            answers.visit(unknown)
+        for question, decisions in list(going.items()):
+            found = answers.at(question, decisions)
+            if isinstance(found, Place):
+                going[question] = (*decisions, decide(answers.questions[question], found))
+            elif found is not None:
+                done[question] = Walked(found.right, len(decisions), sum(decisions), found.tokens, found.forwards)
+                del going[question]
+    return [done[question] for question in asked]
+
+
+TOGETHER = 32
+"""Questions that all columns answer before the next ones are asked."""
+
+
+def walks(answers: Explored, columns: Mapping[str, Decide], explored: int) -> dict[str, list[Walked]]:
+    """Every column's answers. Of the first `explored` questions more is written: what their first mismatches are worth
+    one by one, which the oracle knows."""
+    out: dict[str, list[Walked]] = {name: [] for name in columns}
+    for start in range(0, len(answers), TOGETHER):
+        part = range(start, min(start + TOGETHER, len(answers)))
+        known = [answers.questions[q] for q in part if q < explored]
+        while jobs := [job for question in known for job in plans(answers.store, question, FIRST)]:
+            answers.store.keep(answers.runner.run(jobs), jobs)
+        for name, decide in columns.items():
+            out[name] += walk(answers, part, decide)
+        answers.store.flush()
+        print(f"\r{part.stop} of {len(answers)} questions", end="", flush=True)
+    print()
+    return out
+
+
+def mcnemar(one: Sequence[bool], other: Sequence[bool]) -> float:
+    """Two-sided exact p-value of equal accuracies, from paired answers."""
+    helped = sum(a and not b for a, b in zip(one, other, strict=True))
+    hurt = sum(b and not a for a, b in zip(one, other, strict=True))
+    n, least = helped + hurt, min(helped, hurt)
+    return min(1.0, 2 * sum(math.comb(n, k) for k in range(least + 1)) / 2**n)
+
+
+def summary(asked: Sequence[Question], found: Mapping[str, Sequence[Walked]], base: Sequence[bool]) -> list[dict[str, Any]]:
+    """One record a column; `base`: what the target alone gets right."""
+    out = []
+    for name, answers in found.items():
+        marks = [a.right for a in answers]
+        out.append(
+            {
+                "column": name,
+                "questions": len(marks),
+                "right": interval(marks).to_dict(),
+                "right_over_ar": interval(np.subtract(marks, base, dtype=float)).to_dict(),
+                "p": mcnemar(marks, base),
+                "helped": sum(a and not b for a, b in zip(marks, base, strict=True)),
+                "hurt": sum(b and not a for a, b in zip(marks, base, strict=True)),
+                "keep_rate": sum(a.kept for a in answers) / max(sum(a.asked for a in answers), 1),
+                "tokens_per_forward": sum(a.tokens for a in answers) / max(sum(a.forwards for a in answers), 1),
+                "right_by_kind": {
+                    kind: float(np.mean([r for r, q in zip(marks, asked, strict=True) if q.kind == kind]))
+                    for kind in dict.fromkeys(q.kind for q in asked)
+                },
+            }
+        )  # fmt: skip
+    return out
 
 
 # -- the command line ---------------------------------------------------------------------------------
