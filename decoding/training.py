@@ -128,14 +128,18 @@ def keep(
 ) -> None:
     """Replace the state in `run`; `weights` are the optimizer's parameters in its order, by names
     under which they are found again."""
-    tensors = dict(more)
-    moments = optimizer.state_dict()["state"]
-    for index, (name, parameter) in enumerate(weights.items()):
-        tensors[name] = parameter.detach()
-        tensors.update({f"optimizer.{index}.{k}": v for k, v in moments.get(index, {}).items()})
-    save_file(tensors, run / "state.safetensors.tmp")
+    save_file({**more, **tensors_of(weights, optimizer)}, run / "state.safetensors.tmp")
     (run / "state.safetensors.tmp").replace(run / "state.safetensors")
     write_json(run / "state.json", state)
+
+
+def tensors_of(weights: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The weights, and the optimizer's moments of each as `optimizer.<index>.<name>`; what `restore` takes."""
+    tensors = {name: parameter.detach() for name, parameter in weights.items()}
+    moments = optimizer.state_dict()["state"]
+    for index in range(len(weights)):
+        tensors.update({f"optimizer.{index}.{k}": v for k, v in moments.get(index, {}).items()})
+    return tensors
 
 
 def restore(

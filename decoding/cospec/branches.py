@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -45,6 +45,8 @@ Decisions = tuple[bool, ...]
 """At the mismatches of an answer, one after the other: whether the draft's token was kept."""
 PROMPTS = 128
 """Most prompts whose keys and values are remembered."""
+PART = 64
+"""Answers that are written to the disk together."""
 FORCED = 64
 """More mismatches than an answer has."""
 
@@ -182,24 +184,32 @@ class BranchStore(Branches):
         else:
             write_json(file, meta)
         self._parts = 0
+        self._waiting: list[Run] = []
         for part in sorted((folder / "runs").glob("*.jsonl")):
             for run in _read(part):
                 self.add(run)
             self._parts = int(part.stem) + 1
 
-    def keep(self, runs: Sequence[tuple[Run, Decisions]]) -> None:
-        """Runs and the scripts that they were told, in memory and in the folder."""
-        for run, script in runs:
-            self.add(run, script)
-        if not runs:
+    def keep(self, runs: Sequence[Run], jobs: Sequence[Job]) -> None:
+        """What came of some jobs: in memory, and soon in the folder."""
+        for run, job in zip(runs, jobs, strict=True):
+            self.add(run, job.script)
+        self._waiting += runs
+        if len(self._waiting) >= PART:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is not yet in the folder."""
+        if not self._waiting:
             return
+        runs, self._waiting = self._waiting, []
         part = self.folder / "runs" / f"{self._parts:05d}.jsonl"
-        states = [place.state for run, _ in runs for place in run.places]
+        states = [place.state for run in runs for place in run.places]
         tensors = {"states": torch.stack(states) if states else torch.zeros(0, len(STATE))}
         scratch = part.with_suffix(".tmp")
         save_file(tensors, scratch)
         scratch.replace(part.with_suffix(".safetensors"))
-        scratch.write_text("".join(json.dumps(_line(run)) + "\n" for run, _ in runs), encoding="utf-8")
+        scratch.write_text("".join(json.dumps(_line(run)) + "\n" for run in runs), encoding="utf-8")
         scratch.replace(part)  # the part counts from here on
         self._parts += 1
 
@@ -241,6 +251,18 @@ def _read(part: Path) -> list[Run]:
 
 
 # -- visiting -----------------------------------------------------------------------------------------
+
+
+class Writer(Protocol):
+    """What writes answers as it is told."""
+
+    def describe(self) -> dict[str, Any]:
+        """What the answers depend on, for JSON."""
+        ...
+
+    def run(self, jobs: Sequence[Job]) -> list[Run]:
+        """The answers, in the order of the jobs."""
+        ...
 
 
 class Runner:
@@ -327,36 +349,60 @@ class _Engine(Engine):
 
 
 def plans(branches: Branches, question: Question, first: int) -> Iterator[Job]:
-    """The answers that are not yet known, of those that show what single decisions are worth: the target's alone and
-    the draft's wherever it may; and from each of the target's first mismatches on the draft's token, and then
-    either's. What comes later depends on what the earlier ones show: ask again until nothing comes."""
+    """The answers that are not yet known, of those that show what single decisions are worth: the target's alone, the
+    draft's wherever it may, and the target's but for one of its first mismatches. What comes later depends on what the
+    earlier ones show: ask again until nothing comes."""
     key = identity(question)
     always = (True,) * FORCED
-    if branches.follow(key, ()) is None:
-        yield Job(question, ())
     if branches.follow(key, always) is None:
         yield Job(question, always)
     alone = branches.follow(key, ())
     if alone is None:
+        yield Job(question, ())
         return
     for n in range(min(len(alone[0]), first)):
         kept = (*alone[0][:n], True)
         if branches.follow(key, kept) is None:
             yield Job(question, kept)
-        if branches.follow(key, kept, draft=True) is None:
-            yield Job(question, (*kept, *always))
 
 
 def explore(
-    store: BranchStore, runner: Runner, questions: Sequence[Question], first: int = 4, together: int = 32
+    store: BranchStore, runner: Writer, questions: Sequence[Question], first: int = 4, together: int = 32
 ) -> Iterator[int]:
     """Visit what `plans` names, for `together` questions at a time; yields how many questions are done."""
     for start in range(0, len(questions), together):
         part = questions[start : start + together]
         while jobs := [job for question in part for job in plans(store, question, first)]:
-            runs = runner.run(jobs)
-            store.keep([(run, job.script) for run, job in zip(runs, jobs, strict=True)])
+            store.keep(runner.run(jobs), jobs)
+        store.flush()
         yield start + len(part)
+
+
+class Explored:
+    """Questions by number, whose branches are looked up, and written where nobody has been."""
+
+    def __init__(self, store: BranchStore, runner: Writer, questions: Sequence[Question]) -> None:
+        self.store, self.questions = store, questions
+        self._runner = runner
+        self._keys = [identity(question) for question in questions]
+
+    def __len__(self) -> int:
+        return len(self.questions)
+
+    def at(self, question: int, decisions: Decisions) -> Place | Outcome | None:
+        """The next mismatch, or the end; None where nobody has been."""
+        return self.store.at(self._keys[question], decisions)
+
+    def visit(self, wanted: Sequence[tuple[int, Decisions]]) -> None:
+        """Go there: afterwards `at` knows each of these."""
+        for start in range(0, len(wanted), PART):
+            jobs = [Job(self.questions[q], decisions) for q, decisions in wanted[start : start + PART]]
+            self.store.keep(self._runner.run(jobs), jobs)
+
+    def mixed(self, question: int) -> bool:
+        """Whether some of its answers are known to be right and some to be wrong."""
+        found = [outcome.right for outcome in self.store.outcomes(self._keys[question]).values()]
+        return any(found) and not all(found)
 
 
 # -- what they show -----------------------------------------------------------------------------------
