@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from threading import RLock
 from time import perf_counter
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from activations.matching.shared import SharedConfig, SharedStore
 from activations.sampling import Sampling
@@ -22,6 +22,9 @@ from decoding.selfcheck import ensure_tree_forward
 from decoding.text import TextStream
 from decoding.trace import Trace
 from probes.length_head import LengthHead
+
+if TYPE_CHECKING:
+    from decoding.policies.policy import PolicyArtifact
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 """Text, chat messages, or token ids."""
@@ -125,15 +128,17 @@ class Decoder:
         costs: CostTable | None = None,
         lengths: LengthHead | None = None,
         elsewhere: Mapping[str, Drafter] | None = None,
+        policies: Mapping[str, PolicyArtifact] | None = None,
     ) -> None:
         """`neural`: the neural drafters by name, or a single one. Modes and settings choose among them. `elsewhere`:
-        the same in processes of their own, for mode minedraft."""
+        the same in processes of their own, for mode minedraft. `policies`: those of the learned modes, by kind."""
         self.target = target
         self.probe = probe
         self.neural: Mapping[str, Drafter] = (
             neural if isinstance(neural, Mapping) else {} if neural is None else {neural.name: neural}
         )
         self.elsewhere = {} if elsewhere is None else elsewhere
+        self.policies: Mapping[str, PolicyArtifact] = {} if policies is None else policies
         self.lengths = lengths
         self.shared: SharedStore | None = None
         """What finished texts leave to copy from, where `shared_tokens` asks for it; `reset()` empties it."""
@@ -247,7 +252,7 @@ class Decoder:
         """A mode, built from this decoder's parts."""
         parts = Parts(
             self.target, settings or self.settings, self.probe, self.neural, self.lengths, self.costs, self._store,
-            self.elsewhere,
+            self.elsewhere, self.policies,
         )  # fmt: skip
         built = get_mode(mode).build(parts)
         if built.drafters:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
@@ -66,28 +66,6 @@ class Drafter(Protocol):
     def close(self, request: Request) -> None:
         """Forget a request. Safe to repeat."""
         ...
-
-
-class Drafters(Mapping[str, Drafter]):
-    """Drafters by name, each made when it is first asked for."""
-
-    def __init__(self, makers: Mapping[str, Callable[[], Drafter]]) -> None:
-        self._makers = dict(makers)
-        self._made: dict[str, Drafter] = {}
-
-    def __getitem__(self, name: str) -> Drafter:
-        if name not in self._made:
-            self._made[name] = self._makers[name]()
-        return self._made[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._makers)
-
-    def __len__(self) -> int:
-        return len(self._makers)
-
-    def __contains__(self, name: object) -> bool:  # that of Mapping would make it
-        return name in self._makers
 
 
 class CopyDrafter:

@@ -12,10 +12,12 @@ from activations.matching.match import MatchConfig
 from activations.matching.shared import SharedConfig, SharedStore
 from activations.target import Target
 from decoding.budgets import FixedBudget, PricedBudget
+from decoding.cospec.verifier import ArbitrationVerifier, PolicyArbiter
 from decoding.draft.drafter import DraftModelDrafter
 from decoding.drafters import CopyDrafter, Drafter
 from decoding.gates import COPY, Always, BanditGate, Choice, Gate, MatchLengthGate, Never, ProbeGate
 from decoding.length_gate import LengthGate
+from decoding.ltd.budget import LearnedBudget
 from decoding.rejection import RejectionVerifier
 from decoding.smc.lookahead import Lookahead, LookaheadGate
 from decoding.smc.resampling import RESAMPLING
@@ -25,11 +27,14 @@ from probes.length_head import LengthHead
 
 if TYPE_CHECKING:
     from decoding.costs import CostTable
+    from decoding.policies.policy import PolicyArtifact
 
 EAGLE, DRAFT = "eagle", "draft"
 """Names of the neural drafters."""
 NEURAL = (EAGLE, DRAFT, "none")
 """Neural sides that `--neural` chooses from."""
+NEURAL_TREES = ("priced", "fixed", "learned")
+"""Rules that `--neural-tree` chooses from."""
 ACCEPTANCES = ("keyed", "rejection")
 """Rules that `--acceptance` chooses from."""
 GATES = ("auto", "probe", "cost", "match", "bandit", "always", "never")
@@ -95,7 +100,8 @@ class ModeSettings:
     neural_depth: int = 4
     """Most levels of the neural drafter's tree."""
     neural_tree: str = "priced"
-    """The neural drafter's tree: priced (as far as the cost table says it pays), fixed (always that large)."""
+    """The neural drafter's tree: priced (as far as the cost table says it pays), fixed (always that large), learned (as
+    Learning to Draft's policies say, whose own limits hold then; an EAGLE head's alone). Mode ltd is always learned."""
     draft_tokens: int = 8
     """Most tokens that a draft model drafts at a step; fewer where the neural tree is priced and they would not pay."""
     acceptance: str = "keyed"
@@ -113,6 +119,9 @@ class ModeSettings:
     draft_tokens; by default always draft_tokens."""
     power: float = 1.0
     """Mode smcsd follows the product of the tokens' probabilities to this power; 1 is the target's own law."""
+    arbitration: float | None = None
+    """Mode cospec keeps a drafted token that the target would not write where its policy's probability that this is
+    right reaches this threshold; 1 = never, which is exact; by default the policy's own."""
     tau: float | None = None
     """Copy intent from which the switch copies; by default the probe's own threshold."""
     gate: str = "auto"
@@ -135,8 +144,8 @@ class ModeSettings:
             raise ValueError(f"shared_tokens is {self.shared_tokens!r}; it must be a whole number, 0 (none) or more")
         if self.gate not in GATES:
             raise ValueError(f"unknown gate {self.gate!r}: use {', '.join(GATES[:-1])} or {GATES[-1]}")
-        if self.neural_tree not in ("fixed", "priced"):
-            raise ValueError(f"unknown neural_tree {self.neural_tree!r}: use fixed or priced")
+        if self.neural_tree not in NEURAL_TREES:
+            raise ValueError(f"unknown neural_tree {self.neural_tree!r}: use {', '.join(NEURAL_TREES)}")
         if self.resampling not in RESAMPLING:
             raise ValueError(f"unknown resampling {self.resampling!r}: use {' or '.join(RESAMPLING)}")
         if not (isinstance(self.ess_threshold, (int, float)) and 0 <= self.ess_threshold <= 1):
@@ -153,6 +162,10 @@ class ModeSettings:
             raise ValueError(f"unknown acceptance {self.acceptance!r}: use {' or '.join(ACCEPTANCES)}")
         if self.neural not in NEURAL:
             raise ValueError(f"unknown neural side {self.neural!r}: use {', '.join(NEURAL)}")
+        if self.arbitration is not None and not (
+            isinstance(self.arbitration, (int, float)) and 0 <= self.arbitration <= 1
+        ):
+            raise ValueError(f"arbitration is {self.arbitration!r}; a threshold of a probability lies in [0, 1]")
         if self.tau is not None and not (isinstance(self.tau, (int, float)) and 0 <= self.tau <= 1):
             raise ValueError(f"tau is {self.tau!r}; a threshold of a probability lies in [0, 1]")
 
@@ -174,6 +187,8 @@ class Parts:
     """Gives the store of finished texts for its settings; called only where there is to be one."""
     elsewhere: Mapping[str, Drafter] = field(default_factory=dict)
     """The neural drafters in processes of their own, which start when they are asked for."""
+    policies: Mapping[str, PolicyArtifact] = field(default_factory=dict)
+    """Learned policies by kind: ltd, cospec."""
 
     def copy(self) -> tuple[CopyDrafter, Choice]:
         s = self.settings
@@ -205,7 +220,7 @@ class Parts:
             )
         costs = self.cost_table("gate 'cost'", "gate=probe", neural.name if neural is not None else "")
         copy = Choice(copy.name, FixedBudget(WIDEST_COPY, self.settings.depth))
-        if neural is not None and neural.name != DRAFT:
+        if neural is not None and neural.name != DRAFT and self.settings.neural_tree != "learned":
             neural = Choice(neural.name, PricedBudget.of(costs, neural.name, *WIDEST_TREE))
         return LengthGate(costs, self.lengths, copy, neural)
 
@@ -219,11 +234,33 @@ class Parts:
     def choice(self, name: str) -> Choice:
         """A neural drafter with the budget that the settings give it."""
         s = self.settings
+        if s.neural_tree == "learned":
+            return Choice(name, self.learned_budget(name))
         size = (s.draft_tokens, s.draft_tokens) if name == DRAFT else (s.neural_nodes, s.neural_depth)
         if s.neural_tree == "fixed" or self.costs is None:
             return Choice(name, FixedBudget(*size))
         costs = self.cost_table("neural_tree 'priced'", "neural_tree=fixed", name)
         return Choice(name, PricedBudget.of(costs, name, *size))
+
+    def learned_budget(self, name: str) -> LearnedBudget:
+        """Learning to Draft's policies as a budget. Raises DecodingError."""
+        if name != EAGLE:
+            raise DecodingError(
+                f"neural_tree=learned sizes trees of an EAGLE head, and neural={name} drafts chains: use neural=eagle, "
+                "or neural_tree=priced"
+            )
+        return LearnedBudget.of(self.policy("ltd", self.neural[name]))
+
+    def policy(self, kind: str, drafter: Drafter) -> PolicyArtifact:
+        """The policy of that kind for this target and drafter. Raises DecodingError."""
+        if kind not in self.policies:
+            raise DecodingError(
+                f"a policy of kind {kind!r} for {self.target.name} is needed, and none is in use: make one (switchsd "
+                f"train-policy {kind}), or name its folder (--policy)"
+            )
+        found = self.policies[kind]
+        found.check(kind, self.target, drafter)
+        return found
 
     def draft_model(self, what: str) -> Drafter:
         """The drafter with the draft model. Raises DecodingError, saying what needs it."""
@@ -293,13 +330,17 @@ def _copy(parts: Parts) -> Plan:
     return Plan(MatchLengthGate(choice), (drafter,))
 
 
-def _eagle(parts: Parts) -> Plan:
+def _eagle(parts: Parts, mode: str = EAGLE) -> Plan:
     if EAGLE not in parts.neural:
         raise DecodingError(
-            f"mode 'eagle' needs an EAGLE head for {parts.target.name}, and none is in use: "
+            f"mode {mode!r} needs an EAGLE head for {parts.target.name}, and none is in use: "
             "name one as the drafter, or use mode copy, switchsd or ar"
         )
     return Plan(Always(parts.choice(EAGLE)), (parts.neural[EAGLE],))
+
+
+def _ltd(parts: Parts) -> Plan:
+    return _eagle(replace(parts, settings=replace(parts.settings, neural_tree="learned")), "ltd")
 
 
 def _sd(parts: Parts) -> Plan:
@@ -310,6 +351,15 @@ def _sd(parts: Parts) -> Plan:
     if not isinstance(drafter, DraftModelDrafter):
         raise DecodingError("acceptance=rejection needs a draft model that tells what it draws from: use keyed")
     return Plan(gate, (drafter.drawing("own"),), verifier=RejectionVerifier())
+
+
+def _cospec(parts: Parts) -> Plan:
+    drafter = parts.draft_model("mode 'cospec'")
+    if not isinstance(drafter, DraftModelDrafter):
+        raise DecodingError("mode 'cospec' needs a draft model that tells its probabilities: use mode sd")
+    policy = parts.policy("cospec", drafter)
+    arbiter = PolicyArbiter.of(policy, parts.settings.arbitration)
+    return Plan(Always(parts.choice(DRAFT)), (drafter.telling(),), verifier=ArbitrationVerifier(parts.target, arbiter))
 
 
 def _smcsd(parts: Parts) -> Plan:
@@ -341,6 +391,8 @@ def _minedraft(parts: Parts) -> Plan:
             f"mode 'minedraft' drafts with neural={name} in a process of its own, and {parts.target.name} has no such "
             "drafter there: name a head or a draft model, or choose neural=eagle, draft or none (it copies)"
         )
+    if parts.settings.neural_tree == "learned":
+        raise DecodingError("neural_tree=learned does not go to another process: use priced or fixed in mode minedraft")
     choice = parts.choice(name)
     if isinstance(choice.budget, PricedBudget):  # drafting costs no time while the other batch is verified
         choice = Choice(name, replace(choice.budget, level=0.0))
@@ -384,6 +436,7 @@ def _switchsd(parts: Parts) -> Plan:
 
 COPIES = "copied drafts are certain and branch, and rejection sampling judges chains that were drawn from a law"
 WEIGHED = "its particles keep every drafted token, and are weighed instead"
+ARBITRATED = "a policy judges what the target would not write"
 ELSEWHERE = "its drafter draws with the target's own noise"
 TREES = "an EAGLE head drafts trees of its best tokens, and rejection sampling judges chains that were drawn from a law"
 
@@ -393,6 +446,7 @@ MODES: dict[str, Mode] = {
         Mode("ar", "the target alone, one token a step", True, _ar),
         Mode("copy", "copies wherever a suffix match exists", True, _copy, refuses_rejection=COPIES),
         Mode("eagle", "drafts with an EAGLE head at every step", True, _eagle, EAGLE, TREES),
+        Mode("ltd", "drafts with an EAGLE head, as far and as wide as learned policies say", True, _ltd, EAGLE, TREES),
         Mode("sd", "drafts with a small draft model at every step", True, _sd, DRAFT),
         Mode(
             "minedraft",
@@ -401,6 +455,14 @@ MODES: dict[str, Mode] = {
             _minedraft,
             "chosen",
             ELSEWHERE,
+        ),
+        Mode(
+            "cospec",
+            "drafts with a small draft model, and a learned policy keeps some tokens that the target would not write",
+            False,
+            _cospec,
+            DRAFT,
+            ARBITRATED,
         ),
         Mode("smcsd", "drafts several texts and weighs them: nearly the target's law", False, _smcsd, DRAFT, WEIGHED),
         Mode(

@@ -14,10 +14,14 @@ from typing import Literal
 
 from activations.packaged import cache_dir
 
-Kind = Literal["probe", "eagle", "draft", "lengths"]
-PACKAGE = {"probe": "probes", "eagle": "decoding", "draft": "decoding", "lengths": "probes"}
-CONFIGS = {"probe": "config.json", "eagle": "config.json", "draft": "draft.json", "lengths": "lengths.json"}
-FOLDERS = {"eagle": "eagle3", "draft": "draft", "lengths": "lengths"}
+Kind = Literal["probe", "eagle", "draft", "lengths", "ltd", "cospec"]
+PACKAGE = {"probe": "probes", "lengths": "probes"}
+"""Of kinds that `decoding` does not keep."""
+CONFIGS = {
+    "probe": "config.json", "eagle": "config.json", "draft": "draft.json", "lengths": "lengths.json",
+    "ltd": "policy.json", "cospec": "policy.json",
+}  # fmt: skip
+FOLDERS = {"eagle": "eagle3", "draft": "draft", "lengths": "lengths", "ltd": "ltd", "cospec": "cospec"}
 
 
 def slug(target: str) -> str:
@@ -34,7 +38,7 @@ def cached(kind: Kind, target: str, name: str = "") -> Path:
 
 def shipped(kind: Kind, target: str) -> Path:
     """Where the packages keep what they ship for a target."""
-    folder = Path(str(resources.files(PACKAGE[kind]))) / "weights" / slug(target)
+    folder = Path(str(resources.files(PACKAGE.get(kind, "decoding")))) / "weights" / slug(target)
     return folder if kind == "probe" else folder / FOLDERS[kind]
 
 

@@ -8,21 +8,24 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from activations.corpus import Prompt
     from activations.target import Target
     from decoding.decoder import Decoder
     from decoding.draft.drafter import DraftModelDrafter
-    from decoding.drafters import Drafter, Drafters
+    from decoding.drafters import Drafter
     from decoding.eagle.drafter import EagleDrafter
+    from decoding.lazy import Lazy
     from decoding.modes import ModeSettings
+    from decoding.policies.policy import PolicyArtifact
     from probes.artifact import Probe
     from probes.length_head import LengthHead
     from switchsd.artifacts import Kind
 
 AUTO = "auto"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ def load(
     drafter: str | os.PathLike[str] | None = AUTO,
     *,
     draft: str | os.PathLike[str] | None = AUTO,
+    policy: str | os.PathLike[str] | None = AUTO,
     neural: str = "eagle",
     dtype: str = "auto",
     device: str | None = None,
@@ -57,6 +61,7 @@ def load(
         for this target, and none if there is none. `drafter` is an EAGLE head.
     draft: a draft model: a folder that `switchsd train draft` made, another language model with the target's tokenizer
         (a hub id or a folder), None, or "auto".
+    policy: a folder that `switchsd train-policy` made, for the learned mode of its kind, None, or "auto".
     neural: the neural side of mode switchsd: "eagle", "draft", or "none" (only copying is drafted).
     dtype, device, device_map, quantization: as `activations.target.load_target` takes them.
     settings: fields of `decoding.modes.ModeSettings`: kappa, candidates, gate, tau, ...
@@ -84,6 +89,7 @@ def load(
         if probe == AUTO or chosen.gate == "cost"
         else None,  # who names a probe means its gate
         elsewhere=_elsewhere(loaded, drafter, draft),
+        policies=_policies(loaded, policy),
     )
 
 
@@ -106,9 +112,11 @@ def _probe(target: Target, probe: str | os.PathLike[str] | Probe | None) -> Prob
     return loaded
 
 
-def _neural(target: Target, eagle: str | os.PathLike[str] | None, draft: str | os.PathLike[str] | None) -> Drafters:
+def _neural(
+    target: Target, eagle: str | os.PathLike[str] | None, draft: str | os.PathLike[str] | None
+) -> Lazy[Drafter]:
     """The neural drafters. What was named is loaded now, and refused now; what fits by itself when it is used."""
-    from decoding.drafters import Drafters
+    from decoding.lazy import Lazy
 
     makers: dict[str, Callable[[], Drafter]] = {}
     for name, asked, load_one in (("eagle", eagle, _eagle), ("draft", draft, _draft)):
@@ -118,12 +126,14 @@ def _neural(target: Target, eagle: str | os.PathLike[str] | None, draft: str | o
                 makers[name] = partial(load_one, target, folder)
         elif asked is not None:
             makers[name] = partial(_same, load_one(target, asked))
-    return Drafters(makers)
+    return Lazy(makers)
 
 
-def _elsewhere(target: Target, eagle: str | os.PathLike[str] | None, draft: str | os.PathLike[str] | None) -> Drafters:
+def _elsewhere(
+    target: Target, eagle: str | os.PathLike[str] | None, draft: str | os.PathLike[str] | None
+) -> Lazy[Drafter]:
     """The same in processes of their own, each started when a mode first asks for it."""
-    from decoding.drafters import Drafters
+    from decoding.lazy import Lazy
     from decoding.minedraft.remote import RemoteDrafter, own_device
     from decoding.minedraft.worker import DrafterSpec
     from switchsd.artifacts import CONFIGS
@@ -139,10 +149,29 @@ def _elsewhere(target: Target, eagle: str | os.PathLike[str] | None, draft: str 
         made = name == "eagle" or (Path(source) / CONFIGS["draft"]).is_file()
         what: dict[str, Any] = {"folder" if made else "model": os.fspath(source)}
         makers[name] = partial(RemoteDrafter, DrafterSpec(name, **where, **what))
-    return Drafters(makers)
+    return Lazy(makers)
 
 
-def _same(made: Drafter) -> Drafter:
+def _policies(target: Target, policy: str | os.PathLike[str] | None) -> Lazy[PolicyArtifact]:
+    """The policies of the learned modes, by kind. One that was named is loaded now, and refused now."""
+    from decoding.lazy import Lazy
+    from decoding.policies.policy import PolicyArtifact
+
+    kinds: tuple[Kind, ...] = ("ltd", "cospec")
+    makers: dict[str, Callable[[], PolicyArtifact]] = {}
+    if policy is not None:
+        for kind in kinds:
+            folder = first_fitting(kind, target)
+            if folder is not None:
+                makers[kind] = partial(PolicyArtifact.load, folder)
+    if policy is not None and policy != AUTO:
+        named = PolicyArtifact.load(policy)
+        named.check(named.kind, target)
+        makers[named.kind] = partial(_same, named)
+    return Lazy(makers)
+
+
+def _same(made: T) -> T:
     return made
 
 
@@ -231,7 +260,7 @@ def _side(column: str, settings: ModeSettings) -> str | None:
 
     mode, *changes = column.split("/")
     gated = get_mode(mode).neural == "chosen" and settings.gate in ("auto", "cost")
-    if mode in ("ar", "copy", "smcsd") or (settings.neural_tree == "fixed" and not gated):
+    if mode in ("ar", "copy", "smcsd", "ltd") or (settings.neural_tree != "priced" and not gated):
         return None
     named = [c.removeprefix("neural=") for c in changes if c.startswith("neural=")]
     return named[-1] if named and get_mode(mode).neural == "chosen" else get_mode(mode).side(settings)

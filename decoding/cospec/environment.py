@@ -26,7 +26,7 @@ from decoding.cospec.state import STATE
 from decoding.policies.policy import PolicyError
 
 MIXED = 0.75
-"""Share of the questions that are drawn from those known to have right and wrong answers, if any are."""
+"""Share of the questions that are drawn from those known to have right and wrong answers, if there are any."""
 
 
 class Answers(Protocol):
@@ -40,6 +40,10 @@ class Answers(Protocol):
 
     def visit(self, wanted: Sequence[tuple[int, Decisions]]) -> None:
         """Go there: afterwards `at` knows each of these."""
+        ...
+
+    def mixed(self, question: int) -> bool:
+        """Whether some of its answers are known to be right and some to be wrong."""
         ...
 
 
@@ -66,11 +70,9 @@ class ArbitrationEnvironment(VecEnv):
         group: int = 8,
         speed: float = 0.05,
         reference: float = 1.0,
-        mixed: Sequence[int] = (),
     ) -> None:
         """`group`: answers to a question, one after the other. `speed`: what tokens per forward of the target count,
-        in units of `reference`, beside a right answer's 1. `mixed`: questions that are known to have right and wrong
-        answers; they are asked more often.
+        in units of `reference`, beside a right answer's 1.
 
         Raises PolicyError where no answer is right, or no question has a mismatch.
         """
@@ -79,7 +81,7 @@ class ArbitrationEnvironment(VecEnv):
         super().__init__(environments, spaces.Box(-np.inf, np.inf, (len(STATE),), np.float32), spaces.Discrete(2))
         answers.visit([(q, ()) for q in range(len(answers)) if answers.at(q, ()) is None])
         self._asked = [q for q in range(len(answers)) if isinstance(answers.at(q, ()), Place)]
-        self._mixed = sorted(set(mixed) & set(self._asked))
+        self._mixed = [q for q in self._asked if answers.mixed(q)]
         if not self._asked:
             raise PolicyError(
                 f"the draft agrees with the target in all of the {len(answers)} answers: there is nothing to decide; "
@@ -132,6 +134,13 @@ class ArbitrationEnvironment(VecEnv):
                 over.append(slot)
         self._draw(over)
         return np.stack([self._observation(slot) for slot in self._slots]), rewards, dones, infos
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run that goes on must not find anew: the branches have become more."""
+        return {"mixed": self._mixed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._mixed = [int(question) for question in state["mixed"]]
 
     def close(self) -> None:
         """Nothing is held."""

@@ -11,6 +11,7 @@ on in the stage in which it was. Needs the extra `rl`; what comes of it needs to
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -41,6 +42,7 @@ from decoding.cospec.branches import (
 from decoding.cospec.state import STATE
 from decoding.cospec.verifier import KEEP, TAKE, keep_probability
 from decoding.draft.drafter import DraftModelDrafter
+from decoding.policies.policy import CONFIG as POLICY
 from decoding.policies.policy import Policy, PolicyArtifact, PolicyError, differences
 from decoding.policies.training import PPOConfig, check_installed, train_ppo
 
@@ -175,12 +177,13 @@ def train_on(
             yield {"stage": "shares", "of": name, **share}
         check(found["training"])
         reference = reference_speed(store, trained)
-        answers = Explored(store, runner, trained)
-        warm, mixed = yield from _warm_start(answers, folder / "warm", config, target, drafter)
+        warm = yield from _warm_start(store, trained, folder / "warm", config, target)
         yield {"stage": "warm start", **_agreements(warm, store, validated, 0.5)}
         from decoding.cospec.environment import ArbitrationEnvironment
 
-        environment = ArbitrationEnvironment(answers, config.environments, config.group, config.speed, reference, mixed)
+        environment = ArbitrationEnvironment(
+            Explored(store, runner, trained), config.environments, config.group, config.speed, reference
+        )
         subject = {"what": KIND, "questions": len(trained), "group": config.group, "speed": config.speed}
         steps = train_ppo(environment, config.ppo, folder / "ppo", initial=warm, subject=subject)
         while True:
@@ -317,37 +320,40 @@ def fit(found: Examples, config: CoSpecConfig) -> Iterator[tuple[Record, Policy]
 
 
 def _warm_start(
-    answers: Explored, folder: Path, config: CoSpecConfig, target: dict[str, Any], drafter: dict[str, Any]
-) -> Generator[Record, None, tuple[Policy, list[int]]]:
-    """The policy that the branches teach, and which questions they show to have right and wrong answers. Both are kept
-    in `folder`: more branches will be known when a run goes on."""
-    settings = {"config": asdict(config), "questions": [identity(q) for q in answers.questions]}
-    settings = json.loads(json.dumps(settings))
-    if (folder / "policy.json").is_file():
-        found = PolicyArtifact.load(folder)
-        different = differences(found.settings, settings)
+    store: BranchStore, questions: Sequence[Question], folder: Path, config: CoSpecConfig, target: dict[str, Any]
+) -> Generator[Record, None, Policy]:
+    """The policy that the branches teach. It is kept: PPO adds branches, from which a run that goes on would learn
+    another one."""
+    settings = {
+        "questions": _digest(questions),
+        **{name: getattr(config, name) for name in ("first", "ties", "warm_epochs", "warm_rate", "seed")},
+        "hidden": list(config.hidden),
+    }
+    if (folder / POLICY).is_file():
+        kept = PolicyArtifact.load(folder)
+        different = differences(kept.settings, settings)
         if different:
             raise PolicyError(
-                f"the run in {folder.parent} was begun otherwise ({'; '.join(different)}): give the same settings to "
-                "go on with it, or choose another folder"
+                f"the warm start in {folder} was made otherwise ({'; '.join(different)}): give the same settings to go "
+                "on with that run, or choose another folder"
             )
-    else:
-        seen = examples(answers.store, answers.questions, own=True)
-        told: Record = {}
-        for told, policy in fit(seen, config):  # noqa: B007
-            pass
-        told |= {
-            "ties": round(float(seen.ties.float().mean()), 4),
-            "keep_better": int((seen.keep & ~seen.take).sum()),
-            "take_better": int((seen.take & ~seen.keep).sum()),
-        }
-        mixed = [q for q in range(len(answers)) if answers.mixed(q)]
-        found = PolicyArtifact(
-            KIND, target, drafter, {NETWORK: policy}, settings=settings, record={"fit": told, "mixed": mixed}
-        )
-        found.save(folder)
-    yield {"stage": "warm start", **found.record["fit"], "mixed": len(found.record["mixed"])}
-    return found.networks[NETWORK], list(found.record["mixed"])
+        yield {"stage": "warm start", **kept.record}
+        return kept.networks[NETWORK]
+    found = examples(store, questions, own=True)
+    record: Record = {}
+    for record, policy in fit(found, config):  # noqa: B007
+        pass
+    record = {
+        **record, "ties": round(float(found.ties.float().mean()), 4),
+        "keep_better": int((found.keep & ~found.take).sum()), "take_better": int((found.take & ~found.keep).sum()),
+    }  # fmt: skip
+    PolicyArtifact(KIND, target, None, {NETWORK: policy}, settings, record).save(folder)
+    yield {"stage": "warm start", **record}
+    return policy
+
+
+def _digest(questions: Sequence[Question]) -> str:
+    return hashlib.sha256("\n".join(identity(question) for question in questions).encode()).hexdigest()
 
 
 def agreement(policy: Policy, found: Examples, threshold: float) -> dict[str, float]:

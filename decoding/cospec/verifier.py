@@ -19,7 +19,7 @@ import torch
 from activations.sampling import uniform
 from activations.target import Target
 from decoding.cospec.state import STATE, STOP, Mismatches, states, token_classes
-from decoding.policies.policy import Policy, PolicyError
+from decoding.policies.policy import Policy, PolicyArtifact, PolicyError
 from decoding.request import Request
 from decoding.tree import DraftTree
 from decoding.verifier import Intent, Verdict, Verifier, _choose, columns, split
@@ -83,6 +83,17 @@ class PolicyArbiter:
                 f"an arbitration policy has {len(STATE)} inputs and 2 actions, and this one {self.policy.features} and "
                 f"{self.policy.actions}: train one with `switchsd train-policy cospec`"
             )
+
+    @classmethod
+    def of(cls, artifact: PolicyArtifact, threshold: float | None = None) -> PolicyArbiter:
+        """The artifact's policy, by default with its own threshold. Raises PolicyError where it was trained on other
+        states than these."""
+        if artifact.settings.get("state") != list(STATE):
+            raise PolicyError("the arbitration policy was trained on other states than this switchsd's: train it again")
+        chosen = artifact.settings.get("threshold") if threshold is None else threshold
+        if not isinstance(chosen, (int, float)) or not 0 <= chosen <= 1:
+            raise PolicyError(f"the threshold of the arbitration policy is {chosen!r}; it must lie in [0, 1]")
+        return cls(artifact.networks["arbitration"], float(chosen))
 
     def decide(self, asked: Asked) -> torch.Tensor:
         if self.threshold == 1:

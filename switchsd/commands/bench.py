@@ -43,6 +43,9 @@ def bench(
         str,
         typer.Option(help="A draft model: a folder, or any model with the target's tokenizer; auto: one that fits."),
     ] = AUTO,
+    policy: Annotated[
+        str, typer.Option(help="Folder of a learned mode's policy (switchsd train-policy); auto: one that fits.")
+    ] = AUTO,
     replay: Annotated[
         Path | None,
         typer.Option(
@@ -61,7 +64,7 @@ def bench(
         chosen = sum(p.key.startswith(f"{name}:") for p in prompts)
         notes.print(f"{name}: {chosen} embedded prompts, all held out; those that were trained on are left out")
     with bar(f"loading {target}"):
-        decoder = load(target, probe, drafter, draft=draft, **asdict(loading), **asdict(settings))
+        decoder = load(target, probe, drafter, draft=draft, policy=policy, **asdict(loading), **asdict(settings))
     if INSTALLED in config.baselines:
         named = [b for b in config.baselines if b != INSTALLED]
         found, missing = installed([p for p in PEERS if p not in named], peers, decoder.target)

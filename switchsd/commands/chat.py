@@ -37,6 +37,9 @@ def chat(
         str,
         typer.Option(help="A draft model: a folder, or any model with the target's tokenizer; auto: one that fits."),
     ] = AUTO,
+    policy: Annotated[
+        str, typer.Option(help="Folder of a learned mode's policy (switchsd train-policy); auto: one that fits.")
+    ] = AUTO,
     trace: Annotated[Path | None, typer.Option(help="Write one record a step to this Parquet file at the end.")] = None,
     json: AsJson = False,
 ) -> None:
@@ -48,7 +51,7 @@ def chat(
     if trace is not None:
         check_output(trace)
     with bar(f"loading {target}"):
-        decoder = load(target, probe, drafter, draft=draft, **asdict(loading), **asdict(settings))
+        decoder = load(target, probe, drafter, draft=draft, policy=policy, **asdict(loading), **asdict(settings))
     measure_costs(decoder, (mode,))
     options: dict[str, Any] = {
         "mode": mode, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k,

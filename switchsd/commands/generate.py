@@ -36,6 +36,9 @@ def generate(
         str,
         typer.Option(help="A draft model: a folder, or any model with the target's tokenizer; auto: one that fits."),
     ] = AUTO,
+    policy: Annotated[
+        str, typer.Option(help="Folder of a learned mode's policy (switchsd train-policy); auto: one that fits.")
+    ] = AUTO,
     trace: Annotated[Path | None, typer.Option(help="Write one record a step to this Parquet file.")] = None,
     json: AsJson = False,
 ) -> None:
@@ -47,7 +50,7 @@ def generate(
     text = read_prompt(prompt, file)
     messages = [{"role": "system", "content": system}, {"role": "user", "content": text}] if system else text
     with bar(f"loading {target}"):
-        decoder = load(target, probe, drafter, draft=draft, **asdict(loading), **asdict(settings))
+        decoder = load(target, probe, drafter, draft=draft, policy=policy, **asdict(loading), **asdict(settings))
     measure_costs(decoder, (mode,))
     if mode == "minedraft":
         notes.print("one request leaves nothing to overlap: decode several together, from Python with batch=...")

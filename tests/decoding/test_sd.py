@@ -26,9 +26,9 @@ from decoding.chat import Chat
 from decoding.costs import CostTable
 from decoding.decoder import Decoder, Generation
 from decoding.draft.drafter import DraftModelDrafter
-from decoding.drafters import Drafters
 from decoding.eagle.drafter import EagleDrafter
 from decoding.engine import Engine
+from decoding.lazy import Lazy
 from decoding.modes import DecodingError, ModeSettings, Parts, get_mode
 from decoding.request import Request
 from decoding.scheduler import SequentialScheduler
@@ -307,7 +307,7 @@ def test_modes_choose_among_several_drafters_and_make_only_those(small_target) -
         made.append("draft")
         return DraftModelDrafter(target, draft_of(target))
 
-    drafters = Drafters({"eagle": eagle, "draft": draft})
+    drafters = Lazy({"eagle": eagle, "draft": draft})
     assert list(drafters) == ["eagle", "draft"] and len(drafters) == 2 and "draft" in drafters
     decoder = Decoder(target, neural=drafters, settings=ModeSettings(gate="match", kappa=2), costs=COSTS)
 
