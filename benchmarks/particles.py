@@ -11,10 +11,9 @@ has a sampling seed of its own, the same in all columns, so that `ar` and `sd` w
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -28,7 +27,8 @@ from activations.provenance import provenance
 from activations.sampling import Sampling, choose
 from activations.store import write_json
 from activations.target import Target
-from decoding.answers import KINDS, Question, questions, right
+from benchmarks.records import Answered, answers, cell, interval, latest, number, table
+from decoding.answers import questions
 from decoding.budgets import FixedBudget
 from decoding.columns import ModeColumn, column
 from decoding.costs import machine
@@ -37,35 +37,16 @@ from decoding.draft.drafter import DraftModelDrafter
 from decoding.packing import tree_forward
 from decoding.request import Request
 from decoding.smc.verifier import ParticleVerifier
-from decoding.summary import Row, ratio, speed
+from decoding.summary import ratio, speed
 from decoding.tree import DraftTree
-from probes.evaluation import Interval
 from switchsd.loading import AUTO, load
 
+KINDS = ("extract", "lookup", "copy", "sum", "convert")
 PARTICLES, TOKENS = (1, 2, 4, 8), (2, 4, 8)
 CONTEXT = 128
 """Tokens behind which costs are measured: those of a question and half its answer."""
 PAPER = {"1B for 8B": 1.24 / 8.03, "1B for 70B": 1.24 / 70.6}
 """Draft model to target: bytes of Llama 3's weights, which are what a memory-bound GPU waits for."""
-
-
-@dataclass(frozen=True)
-class Answered:
-    """One answer to one question in one column."""
-
-    row: Row
-    right: bool
-    ess: float | None
-    """Mean of ESS / N over the rounds; None without particles."""
-    resampled: float | None
-    """Share of the rounds that ended in resampling."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "row": self.row.to_dict()}
-
-    @classmethod
-    def from_dict(cls, record: dict[str, Any]) -> Answered:
-        return cls(**{**record, "row": Row.from_dict(record["row"])})
 
 
 # -- running ------------------------------------------------------------------------------------------
@@ -79,68 +60,17 @@ def columns_of(temperature: float, particles: Sequence[int], tokens: Sequence[in
     ]  # fmt: skip
 
 
-def answers(decoder: Decoder, names: Sequence[str], asked: Sequence[Question], most: int, file: Path) -> list[Answered]:
-    """Every column's answers. Rows are appended as they end, and those that are there are not measured again."""
-    made = {name: column(decoder, name) for name in names}
-    hashes = {name: _hash([one.describe(), decoder.target.fingerprint.to_dict(), most]) for name, one in made.items()}
-    wanted = {(q.key, name, hashes[name]) for q in asked for name in names}
-    stored = _read(file)
-    found = [a for a in stored if (a.row.key, a.row.mode, a.row.settings) in wanted]
-    there = {(a.row.key, a.row.mode) for a in found}
-    warm: set[str] = set()
-    with file.open("a", encoding="utf-8") as out:
-        for i, question in enumerate(asked):
-            turn = i % len(names)
-            for name in (*names[turn:], *names[:turn]):
-                if (question.key, name) in there:
-                    continue
-                one = made[name]
-                assert isinstance(one, ModeColumn)
-                if name not in warm:
-                    warm.add(name)
-                    answer(one, question, i, min(most, 16))
-                done = answer(one, question, i, most)
-                done = replace(done, row=replace(done.row, mode=name, settings=hashes[name]))
-                out.write(json.dumps(done.to_dict()) + "\n")
-                out.flush()
-                found.append(done)
-                print(f"\r{len(found)} of {len(wanted)} answers", end="", flush=True)
-    print()
-    return found
-
-
-def answer(one: ModeColumn, question: Question, seed: int, most: int) -> Answered:
-    target = one.decoder.target
-    seeded = one if one.sampling.greedy else replace(one, sampling=replace(one.sampling, seed=seed))
-    ids = target.encode_messages(question.messages)
-    written = seeded.write(ids, most)
-    text = target.decode([t for t in written.tokens if t not in target.stop_ids])
-    row = Row(question.key, question.kind, False, "", "", len(ids), **vars(written))
+def weights(one: ModeColumn) -> dict[str, float]:
+    """Mean of ESS / N over the latest answer's rounds, and the share of them that ended in resampling; nothing without
+    particles."""
     sizes = {r.step: r.ess for r in one.decoder.trace if r.ess is not None}
     if not sizes:
-        return Answered(row, right(question, text), None, None)
+        return {}
     n, share = one.decoder.settings.particles, one.decoder.settings.ess_threshold
-    return Answered(
-        row,
-        right(question, text),
-        float(np.mean(list(sizes.values()))) / n,
-        float(np.mean([size < share * n for size in sizes.values()])),
-    )
-
-
-def _hash(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def _read(file: Path) -> list[Answered]:
-    """Whole lines of a file that may have been cut off."""
-    if not file.is_file():
-        return []
-    text = file.read_bytes()
-    whole = text[: text.rfind(b"\n") + 1]
-    if whole != text:
-        file.write_bytes(whole)
-    return [Answered.from_dict(json.loads(line)) for line in whole.splitlines()]
+    return {
+        "ess": float(np.mean(list(sizes.values()))) / n,
+        "resampled": float(np.mean([size < share * n for size in sizes.values()])),
+    }
 
 
 # -- costs --------------------------------------------------------------------------------------------
@@ -248,14 +178,6 @@ def compute_bound(n: int, k: int, rho: float, ridge: float) -> float:
 # -- telling ------------------------------------------------------------------------------------------
 
 
-def interval(values: Sequence[float] | np.ndarray, seed: int = 0, resamples: int = 2000) -> Interval:
-    """A mean and its 95 % bootstrap interval."""
-    x = np.asarray(values, dtype=float)
-    draws = np.random.default_rng(seed).integers(len(x), size=(resamples, len(x)))
-    low, high = np.percentile(x[draws].mean(1), [2.5, 97.5])
-    return Interval(float(x.mean()), float(low), float(high))
-
-
 def summary(found: Sequence[Answered], names: Sequence[str], base: str) -> list[dict[str, Any]]:
     """One record a column, over the questions that all columns have answered."""
     by = {name: {a.row.key: a for a in found if a.row.mode == name} for name in names}
@@ -265,7 +187,7 @@ def summary(found: Sequence[Answered], names: Sequence[str], base: str) -> list[
         mine, theirs = [by[name][k] for k in keys], [by[base][k] for k in keys]
         marks, other = (np.array([a.right for a in x], dtype=float) for x in (mine, theirs))
         rows = [a.row for a in mine]
-        told = [a for a in mine if a.ess is not None]
+        told = [a.more for a in mine if a.more]
         out.append(
             {
                 "column": name,
@@ -279,8 +201,8 @@ def summary(found: Sequence[Answered], names: Sequence[str], base: str) -> list[
                     kind: float(np.mean([a.right for a in mine if a.row.group == kind]))
                     for kind in dict.fromkeys(r.group for r in rows)
                 },
-                "ess": float(np.mean([a.ess for a in told])) if told else None,
-                "resampled": float(np.mean([a.resampled for a in told])) if told else None,
+                "ess": float(np.mean([m["ess"] for m in told])) if told else None,
+                "resampled": float(np.mean([m["resampled"] for m in told])) if told else None,
             }
         )
     return out
@@ -297,15 +219,15 @@ def markdown(result: dict[str, Any]) -> str:
     heads = ["column", "tokens/s", "× ar", "right", "right − ar's", "tokens a step", "ESS / N", "rounds resampled"]
     body = [
         [
-            r["column"], f"{r['tokens_per_second']:.1f}", _cell(r["over_ar"], ".2f"), _cell(r["right"], ".2f"),
-            _cell(r["right_over_ar"], "+.2f"), f"{r['tokens_per_step']:.2f}", _number(r["ess"]),
-            _number(r["resampled"]),
+            r["column"], f"{r['tokens_per_second']:.1f}", cell(r["over_ar"], ".2f"), cell(r["right"], ".2f"),
+            cell(r["right_over_ar"], "+.2f"), f"{r['tokens_per_step']:.2f}", number(r["ess"]),
+            number(r["resampled"]),
         ]
         for r in records
     ]  # fmt: skip
-    lines += [*_table(heads, body), "", "Right answers by kind:", ""]
+    lines += [*table(heads, body), "", "Right answers by kind:", ""]
     kinds = list(records[0]["right_by_kind"])
-    lines += _table(
+    lines += table(
         ["column", *kinds], [[r["column"], *(f"{r['right_by_kind'][k]:.2f}" for k in kinds)] for r in records]
     )
     if result["costs"]:
@@ -323,7 +245,7 @@ def _costs_told(found: dict[str, Any], measured: dict[str, float], about: dict[s
         here = measured.get(f"smcsd/particles={n}/draft_tokens={k}/temperature={about['temperature']}")
         body.append(
             [
-                str(n), str(k), *(f"{point[part]:.0f}" for part in ("draft", "forward", "judge")), _number(here),
+                str(n), str(k), *(f"{point[part]:.0f}" for part in ("draft", "forward", "judge")), number(here),
                 f"{(k + 1) * found['ar_ms'] / spent:.2f}", f"{compute_bound(n, k, rho, ridge):.2f}",
                 f"{memory_bound(k, rho):.2f}", *(f"{memory_bound(k, r):.2f}" for r in gpus.values()),
             ]
@@ -335,25 +257,12 @@ def _costs_told(found: dict[str, Any], measured: dict[str, float], about: dict[s
         "(ρ̂ K + N (K + 1) / R); from (K + 1) / (ρ K + 1), where memory is the bound. On a GPU whose memory is the "
         "bound ρ is the ratio of the weights that are read.",
         "",
-        *_table(
+        *table(
             ["N", "K", "draft ms", "forward ms", "weigh ms", "measured", "from parts", "compute-bound", "memory-bound",
              *(f"GPU: {name}" for name in gpus)],
             body,
         ),
     ]  # fmt: skip
-
-
-def _cell(value: dict[str, float | None], form: str) -> str:
-    return format(Interval(**{k: float("nan") if v is None else v for k, v in value.items()}), form)
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    bar = "|".join("---" if i == 0 else "--:" for i in range(len(heads)))
-    return [f"| {' | '.join(heads)} |", f"|{bar}|", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 # -- the command line ---------------------------------------------------------------------------------
@@ -410,23 +319,19 @@ def main() -> None:
             print(priced.read_text())
             return
         decoder.costs("draft")  # before any column is timed
-        answers(decoder, names, questions(given.kinds, given.questions, given.seed), given.max_new_tokens, rows)
+        made = {name: one for name in names if isinstance(one := column(decoder, name), ModeColumn)}
+        answers(made, questions(given.kinds, given.questions, given.seed), given.max_new_tokens, rows, weights)
     if not rows.is_file() or not about.is_file():
         parser.error(f"{given.out} holds no rows: begin with `run`")
     settings = json.loads(about.read_text())
     result = {
         "settings": settings,
-        "summary": summary(_latest(rows), settings["columns"], settings["base"]),
+        "summary": summary(latest(rows), settings["columns"], settings["base"]),
         "costs": json.loads(priced.read_text()) if priced.is_file() else None,
     }
     write_json(given.out / "result.json", result)
     (given.out / "table.md").write_text(markdown(result), encoding="utf-8")
     print(markdown(result))
-
-
-def _latest(file: Path) -> list[Answered]:
-    """One answer a question and column: the last one, where settings have changed between runs."""
-    return list({(a.row.key, a.row.mode): a for a in _read(file)}.values())
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,8 @@ class DraftTrainConfig:
     clip: float = 1.0
     """Largest gradient norm."""
     questions: int = 0
-    """How many different questions there are, whose right answers are learned beside the target's text; 0: none."""
+    """How many different questions there are, the kinds evenly, whose right answers are learned beside the target's
+    text; 0: none."""
     question_share: float = 0.5
     """Share of the batches that are questions, if there are any; below 1."""
     validation_documents: int = 24
@@ -328,6 +329,10 @@ def evaluate(
 
 # -- questions -----------------------------------------------------------------------------------------
 
+TAUGHT = {kind: levels for kind, levels in MIX.items() if kind not in ("extract", "lookup")}
+"""Kinds that a few blocks can learn; reading is left to the target."""
+KNOWN = 0.1
+"""How often a kind that is known is asked, where one that is not is asked once."""
 ASKED = 64
 """Questions that are put into batches together, those of similar length in one."""
 VALIDATED = 10
@@ -348,11 +353,17 @@ def _stop(target: Target) -> int:
     return int(usual) if usual in target.stop_ids else min(target.stop_ids)
 
 
-def lessons(target: Target, config: DraftTrainConfig, random_: random.Random) -> Iterator[Document]:
-    """Batches of questions without end, in any order."""
-    source = Questions(MIX, config.seed, "train")
+def lessons(
+    target: Target, config: DraftTrainConfig, random_: random.Random, known: Mapping[str, float]
+) -> Iterator[Document]:
+    """Batches of questions without end, in any order. `known`: by kind, the share that the latest validation found
+    right; the less, the more are asked."""
+    source, kinds = Questions(TAUGHT, config.seed, "train"), list(TAUGHT)
+    turns = math.ceil(config.questions / len(kinds))
     while True:
-        asked = [lesson(target, source[random_.randrange(config.questions)]) for _ in range(ASKED)]
+        weights = [KNOWN + (1 - KNOWN) * (1 - known.get(kind, 0.0)) for kind in kinds]
+        chosen = random_.choices(range(len(kinds)), weights, k=ASKED)
+        asked = [lesson(target, source[which + len(kinds) * random_.randrange(turns)]) for which in chosen]
         ready = list(padded(asked, config.batch_tokens))
         random_.shuffle(ready)
         yield from ready
@@ -372,7 +383,7 @@ def mixed(
 
 def answer_tokens(target: Target, config: DraftTrainConfig) -> torch.Tensor:
     """The tokens of right answers (increasing ids), of as many questions as show nearly all."""
-    source = Questions(MIX, config.seed, "train")
+    source = Questions(TAUGHT, config.seed, "train")
     texts = {source[number].answer for number in range(min(config.questions, 20_000))}
     ids = target.tokenizer(sorted(texts), add_special_tokens=False)["input_ids"]
     return torch.tensor(sorted({_stop(target), *(token for text in ids for token in text)}))
@@ -469,14 +480,17 @@ def train(
     for path in dict.fromkeys(stores):
         held_out += documents(CaptureStore.open(path), 0, states)[: config.validation_documents]
 
+    known: dict[str, float] = {}
+
     def validate() -> dict[str, Any]:
         found = evaluate(student, target, held_out, vocabulary, config)
         if config.questions:
-            found["answers"] = examine(student, target, vocabulary, config)
+            known.update(examine(student, target, vocabulary, config))
+            found["answers"] = dict(known)
         return found
 
     record: dict[str, Any] = validate()
-    asked = lessons(target, config, random_)
+    asked = lessons(target, config, random_, known)
 
     def save() -> None:
         by_path = dict(zip(stores, opened, strict=True))

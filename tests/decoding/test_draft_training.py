@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,15 +22,22 @@ from activations.sites import last_site
 from activations.store import CaptureStore
 from activations.structure import LogitRule
 from activations.target import Target
-from decoding.draft.model import DraftError, cut, load_draft
+from decoding.answers import MIX, Question, Questions, held_out
+from decoding.draft.model import DraftError, cut, load_draft, read_draft
 from decoding.draft.training import (
+    TAUGHT,
     Divergence,
     DraftTrainConfig,
     Outputs,
     Student,
     Vocabulary,
+    answer_tokens,
     evaluate,
+    examine,
+    lesson,
+    lessons,
     loss_of,
+    mixed,
     train,
 )
 from decoding.training import Document, learning_rate, padded, rows_of_a_pass
@@ -172,6 +181,150 @@ def test_a_student_computes_what_the_draft_will(family: str, plain: bool, monkey
         for p in student.parameters.values():
             p.add_(1.0)
     assert torch.equal(target.forward(tokens, KVCache(2)), before), "the target is not touched"
+
+
+# -- questions --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampled", [0, 4, 64])
+def test_right_answers_are_learned_as_they_stand(sampled: int, small_target: Callable[..., Target]) -> None:
+    """The cross-entropy of the written tokens alone, whatever part of the vocabulary is looked at."""
+    target = small_target()
+    docs = [{k: v for k, v in doc.items() if k != "last"} for doc in texts(target, [12, 9])]
+    student, config = Student(target, 2), replace(EXACT, sampled=sampled, variation=1.0)
+    vocabulary = Vocabulary(target, torch.tensor([3, 5, 9, 40]), config)
+    loss, weight = loss_of(student, target, batch_of(docs), vocabulary, config, generator(5))
+    g, reference = generator(5), 0.0
+    part = vocabulary.part(torch.cat([doc["pending"] for doc in docs]), g)
+    for doc in docs:
+        logits = part.logits(student.hidden(doc["token"][None])[0])
+        if part.shift is not None:
+            logits = logits + part.shift
+        rows = part.tokens if part.tokens is not None else torch.arange(target.vocab_size)
+        right = torch.stack([(rows == token).nonzero()[0, 0] for token in doc["pending"]])
+        lost = torch.nn.functional.cross_entropy(logits, right, reduction="none")
+        reference += float(lost[doc["written"]].sum())
+    assert weight == 6 + 5
+    assert loss.item() == pytest.approx(reference, rel=1e-4)
+
+
+def test_a_lesson_is_what_the_target_would_write(small_target: Callable[..., Target]) -> None:
+    target = small_target()
+    question = Questions({"sum": 2}, 3, "train")[0]
+    doc = lesson(target, question)
+    prompt = target.encode_messages(question.messages)
+    whole = [*doc["token"].tolist(), int(doc["pending"][-1])]
+    assert whole[: len(prompt)] == prompt and doc["pending"].tolist() == whole[1:]
+    assert target.decode(whole[len(prompt) : -1]) == question.answer and whole[-1] in target.stop_ids
+    assert doc["written"].tolist() == [False] * (len(prompt) - 1) + [True] * (len(question.answer) + 1)
+
+
+def test_lessons_are_never_held_out(small_target: Callable[..., Target], monkeypatch: pytest.MonkeyPatch) -> None:
+    import decoding.draft.training as module
+
+    asked: list[Question] = []
+    monkeypatch.setattr(module, "lesson", lambda target, question: asked.append(question) or lesson(target, question))
+    config, taught = replace(SMALL, questions=2 * len(TAUGHT)), []
+    for batch in itertools.islice(lessons(small_target(), config, random.Random(0), {}), 300):
+        taught += batch["written"].any(-1).tolist()
+    assert len(asked) >= len(taught) > 200 and all(taught)
+    assert len({q.key for q in asked}) == 2 * len(TAUGHT), "as many as there are"
+    assert not any(held_out(q.prompt) for q in asked)
+
+
+def test_what_is_known_is_asked_less(small_target: Callable[..., Target], monkeypatch: pytest.MonkeyPatch) -> None:
+    import decoding.draft.training as module
+
+    asked: list[Question] = []
+    monkeypatch.setattr(module, "lesson", lambda target, question: asked.append(question) or lesson(target, question))
+    known = dict.fromkeys(TAUGHT, 1.0) | {"sum": 0.5}
+    for _ in itertools.islice(lessons(small_target(), replace(SMALL, questions=100), random.Random(0), known), 900):
+        pass
+    counts = Counter(q.kind for q in asked)
+    others = sum(n for kind, n in counts.items() if kind != "sum") / (len(TAUGHT) - 1)
+    assert set(counts) == set(TAUGHT) and 4.5 < counts["sum"] / others < 6.7, "0.55 to 0.1"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.8])
+def test_the_share_of_questions(share: float) -> None:
+    batches = mixed([{"text": torch.ones(1)}] * 2000, itertools.repeat({}), share, random.Random(1))
+    assert sum("text" in batch for batch in batches) == 2000
+    assert abs(sum("text" not in batch for batch in batches) / len(batches) - share) < 0.02
+
+
+def test_a_draft_learns_what_its_target_does_not_know(
+    store: Path, tmp_path: Path, small_target: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taught = {"sum": (2,), "item": (2,)}
+    monkeypatch.setattr("decoding.draft.training.TAUGHT", taught)
+    target, folder = small_target(), tmp_path / "draft"
+    config = replace(
+        SMALL, tokens=16_000, batch_tokens=192, questions=4, question_share=0.8, frequent=4, checkpoint_seconds=1e6,
+        learning_rate=1e-2,
+    )  # fmt: skip
+    *_, last = train(target, [store], folder, config)
+    assert set(last["answers"]) == set(MIX) and all(0 <= share <= 1 for share in last["answers"].values())
+    draft = load_draft(folder, target)
+    for number in range(4):
+        doc = lesson(target, Questions(taught, config.seed, "train")[number])
+        learned, knew = (
+            (m.forward(doc["token"][None], KVCache(1))[0].argmax(-1) == doc["pending"])[doc["written"]]
+            for m in (draft, target)
+        )
+        assert learned.all() and not knew.all()
+        assert set(doc["pending"][doc["written"]].tolist()) <= set(read_draft(folder)["frequent"])
+
+
+def test_held_out_questions_are_examined(small_target: Callable[..., Target], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a student that knows the answers of one kind."""
+    import decoding.draft.training as module
+
+    target = small_target()
+    student, vocabulary = Student(target, 2), Vocabulary(target, torch.arange(9), EXACT)
+    known = {tuple(lesson(target, Questions(MIX, 0, "held-out")[n])["token"].tolist()): n for n in range(300)}
+    kinds, rows = list(MIX), target.head.weight.detach()
+
+    def hidden(tokens: torch.Tensor) -> torch.Tensor:
+        question = Questions(MIX, 0, "held-out")[known[tuple(tokens[0].tolist())]]
+        wanted = lesson(target, question)["pending"]
+        if question.kind != kinds[3]:
+            wanted = torch.cat([wanted[:-1], (wanted[-1:] + 1) % 60])
+        return 1e4 * rows[wanted][None] / rows[wanted].norm(dim=-1)[None, :, None] ** 2
+
+    monkeypatch.setattr(student, "hidden", hidden)
+    monkeypatch.setattr(
+        module.Outputs, "logits", lambda self, x: -torch.cdist(x / 1e4, rows / rows.norm(dim=-1, keepdim=True) ** 2)
+    )
+    assert examine(student, target, vocabulary, EXACT) == {kind: float(kind == kinds[3]) for kind in kinds}
+
+
+# -- beginning from a draft -------------------------------------------------------------------------------
+
+
+def test_a_run_begins_from_another_draft(store: Path, tmp_path: Path, small_target: Callable[..., Target]) -> None:
+    target, one, two = small_target(), tmp_path / "one", tmp_path / "two"
+    *_, ended = train(target, [store], one, replace(SMALL, checkpoint_seconds=1e6), [0, 2])
+    saved = read_draft(one)
+    config = replace(SMALL, tokens=1, frequent=4, questions=3, checkpoint_seconds=1e6)
+    begun, *_, last = train(target, [store], two, config, start=one)
+    assert begun["acceptance"] == pytest.approx(ended["acceptance"], abs=0.02), "weights come in bfloat16"
+    again = read_draft(two)
+    assert again["blocks"] == [0, 2] and set(saved["frequent"]) <= set(again["frequent"])
+    assert set(answer_tokens(target, config).tolist()) <= set(again["frequent"])
+    list(train(target, [store], two, replace(config, tokens=200), start=one))
+    assert read_draft(two)["rows"] >= 200 > last["rows"], "the run goes on, and does not begin again"
+
+
+def test_drafts_that_no_run_can_begin_from(store: Path, tmp_path: Path, small_target: Callable[..., Target]) -> None:
+    target, one = small_target(), tmp_path / "one"
+    list(train(target, [store], one, replace(SMALL, tokens=1)))
+    with pytest.raises(DraftError, match=r"one holds blocks \[0, 3\], not \[0, 1\]: name those, or none"):
+        next(train(target, [store], tmp_path / "two", SMALL, [0, 1], one))
+    other = small_target("qwen3")
+    with pytest.raises(DraftError, match=r"one was cut from another target than small-qwen3 \(.*\)"):
+        next(train(other, [store], tmp_path / "two", SMALL, start=one))
+    with pytest.raises(DraftError, match="is no draft model"):
+        next(train(target, [store], tmp_path / "two", SMALL, start=tmp_path))
 
 
 # -- validation -------------------------------------------------------------------------------------------
@@ -406,7 +559,7 @@ def test_texts_that_no_draft_can_learn_from(
         ("blocks", 0), ("tokens", 0), ("batch_tokens", -1), ("accumulate", 0), ("frequent", 0), ("sampled", -1),
         ("variation", 1.5), ("prompt_weight", -0.1), ("learning_rate", float("nan")), ("clip", 0.0),
         ("minutes", -1.0), ("checkpoint_seconds", 0.0), ("weight_decay", float("inf")), ("precision", "fp8"),
-        ("validation_documents", 0),
+        ("validation_documents", 0), ("questions", -1), ("question_share", 1.0), ("question_share", -0.5),
     ],
 )  # fmt: skip
 def test_settings_are_checked(name: str, value: object) -> None:
