@@ -194,7 +194,9 @@ class LiveSource:
         self._next = 0
 
     def begin(self) -> Growth:
-        self._abandon()
+        if self._growing is not None:  # the step before was left: a head that has drafted must see it verified
+            self.whole()
+            self.finish(1)
         while self._request is None:
             number = int(self._order[self._next % len(self._order)])
             self._next += 1
@@ -263,14 +265,10 @@ class LiveSource:
         if self._request.room <= 0 or any(t in stops for t in self._request.generated):
             self._leave()
 
-    def _abandon(self) -> None:
-        """A step that was begun and not finished leaves nothing behind."""
+    def _leave(self) -> None:
         if self._growing is not None:
             self._growing.close()
             self._growing = None
-
-    def _leave(self) -> None:
-        self._abandon()
         if self._request is not None:
             self._engine.leave([self._request])
             self._request = None
@@ -369,7 +367,7 @@ class SizeEnv(_StepEnv):
 
     def step(self, action: np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         reward, info = self._finish(self.sizes[int(action)])
-        return self._shown, reward, True, False, info
+        return self._shown.copy(), reward, True, False, info
 
 
 class DepthEnv(_StepEnv):
@@ -404,7 +402,7 @@ class DepthEnv(_StepEnv):
                 return self._show(growth), 0.0, False, False, {}
             self._show(growth)
         reward, info = self._finish(self.other.size(self.source.whole()))
-        return self._shown, reward, True, False, info
+        return self._shown.copy(), reward, True, False, info
 
     def _asks(self, growth: Growth) -> bool:
         return self.source.grows and growth.depth % self.every == 0
