@@ -11,6 +11,26 @@ if TYPE_CHECKING:
     from decoding.costs import CostTable
 
 
+KEPT = 0.85
+"""What a step counts in a pace, where the one after it counts 1."""
+
+
+class Pace(NamedTuple):
+    """A running mean of a text's tokens a step."""
+
+    tokens: float = 0.0
+    steps: float = 0.0
+
+    def after(self, tokens: int) -> Pace:
+        """The pace after another step, of that many tokens."""
+        return Pace(KEPT * self.tokens + tokens, KEPT * self.steps + 1)
+
+    @property
+    def value(self) -> float:
+        """0 before the first step."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+
 class Growth(NamedTuple):
     """What a budget sees of a tree that grows."""
 
@@ -23,6 +43,8 @@ class Growth(NamedTuple):
     """How many nodes of the newest level, its best ones, the next one would grow from."""
     length: int
     """Tokens of the text, the pending one included."""
+    pace: float = 0.0
+    """Tokens a step, of late; 0 where that is not known."""
 
 
 class Budget(Protocol):

@@ -23,6 +23,7 @@ COMMANDS = {
     "capture": "Store hidden states and copy labels of a target's own text.",
     "captures": "Check, describe, merge and export capture stores.",
     "train": "Fit a probe, or train an EAGLE-3 head or a draft model.",
+    "train-policy": "Train what the learned modes decide by (Learning to Draft, CoSpec).",
     "head": "Check an EAGLE head against its target, and export it.",
     "evaluate": "Measure finished probes on a capture store.",
     "report": "Show evaluations as one HTML page.",
@@ -53,7 +54,7 @@ def application(asked: str | None) -> typer.Typer:
         if name != asked:
             app.command(name, help=text)(_by_name_only)
             continue
-        module = importlib.import_module(f"switchsd.commands.{name}")
+        module = importlib.import_module(f"switchsd.commands.{name.replace('-', '_')}")
         if hasattr(module, "SUBCOMMANDS"):
             group = typer.Typer(help=text, no_args_is_help=True)
             for command in module.SUBCOMMANDS:

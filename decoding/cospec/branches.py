@@ -349,21 +349,18 @@ class _Engine(Engine):
 
 
 def plans(branches: Branches, question: Question, first: int) -> Iterator[Job]:
-    """The answers that are not yet known, of those that show what single decisions are worth: the target's alone, the
-    draft's wherever it may, and the target's but for one of its first mismatches. What comes later depends on what the
-    earlier ones show: ask again until nothing comes."""
+    """The answers that are not yet known, of those that show what decisions are worth: the target's tokens all the way
+    and the draft's; and either's after one to `first` - 1 of the other's. What comes later depends on what the earlier
+    ones show: ask again until nothing comes."""
     key = identity(question)
-    always = (True,) * FORCED
-    if branches.follow(key, always) is None:
-        yield Job(question, always)
-    alone = branches.follow(key, ())
-    if alone is None:
-        yield Job(question, ())
-        return
-    for n in range(min(len(alone[0]), first)):
-        kept = (*alone[0][:n], True)
-        if branches.follow(key, kept) is None:
-            yield Job(question, kept)
+    for draft in (False, True):
+        alone = branches.follow(key, (), draft)
+        if alone is None:
+            yield Job(question, (draft,) * FORCED)
+            continue
+        for n in range(1, min(len(alone[0]), first)):
+            if branches.follow(key, (draft,) * n, not draft) is None:
+                yield Job(question, (draft,) * n + (not draft,) * FORCED)
 
 
 def explore(
@@ -409,7 +406,7 @@ class Explored:
 
 
 class Examples(NamedTuple):
-    """Mismatches whose two branches were followed to their ends, the target's tokens after either."""
+    """Mismatches both of whose branches were followed to their ends."""
 
     states: torch.Tensor
     """Float32 [n, features]."""
@@ -426,15 +423,17 @@ class Examples(NamedTuple):
         return self.keep == self.take
 
 
-def examples(branches: Branches, questions: Iterable[Question]) -> Examples:
-    """All that were visited of these questions."""
+def examples(branches: Branches, questions: Iterable[Question], own: bool) -> Examples:
+    """All that were visited of these questions. After either token the target's were taken wherever there was a choice;
+    `own`: after the draft's token, the draft's."""
     rows: list[tuple[torch.Tensor, bool, bool, int]] = []
     for number, question in enumerate(questions):
         key = identity(question)
         for decisions, place in branches.places(key).items():
-            ends = [branches.follow(key, (*decisions, keep)) for keep in (True, False)]
-            if ends[0] is not None and ends[1] is not None:
-                rows.append((place.state, ends[0][1].right, ends[1][1].right, number))
+            keep = branches.follow(key, (*decisions, True), draft=own)
+            take = branches.follow(key, (*decisions, False))
+            if keep is not None and take is not None:
+                rows.append((place.state, keep[1].right, take[1].right, number))
     states = torch.stack([row[0] for row in rows]) if rows else torch.zeros(0, len(STATE))
     flags = torch.tensor([row[1:3] for row in rows], dtype=torch.bool).view(-1, 2)
     return Examples(states, flags[:, 0], flags[:, 1], torch.tensor([row[3] for row in rows], dtype=torch.long))

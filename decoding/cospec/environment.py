@@ -136,6 +136,13 @@ class ArbitrationEnvironment(VecEnv):
         self._draw(over)
         return np.stack([self._observation(slot) for slot in self._slots]), rewards, dones, infos
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a run that goes on must not find anew: the branches have become more."""
+        return {"mixed": self._mixed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._mixed = [int(question) for question in state["mixed"]]
+
     def close(self) -> None:
         """Nothing is held."""
 

@@ -28,8 +28,10 @@ STATE = (
     "divergence",  # Jensen-Shannon of p and q, in nats, over the TOP likeliest tokens of either; the rest is one more
     "block_position",  # tokens accepted before it in the same block, in eights
     "answer_position",  # log of 1 + tokens written before it
-    "keep_rate",  # share of the answer's mismatches whose drafts were kept, when the block began
-    "acceptance",  # share of its drafted tokens that were the target's own, when the block began
+    "mismatches",  # log of 1 + mismatches of the answer before it
+    "keep_rate",  # share of these whose drafts were kept
+    "last_keep",  # whether the latest of them was: 1, -1, or 0 where there was none
+    "acceptance",  # share of the answer's drafted tokens before it that were the target's own
     "target_digit", "target_letter", "target_space", "target_stop",  # what t is, 0 or 1
     "draft_digit", "draft_letter", "draft_space", "draft_stop",  # what d is
     "before_digit", "before_letter", "before_space",  # what stands before them
@@ -53,8 +55,11 @@ class Mismatches(NamedTuple):
     before: torch.Tensor  # [m], the tokens before them
     block: torch.Tensor  # [m], tokens accepted before in the same block
     answer: torch.Tensor  # [m], tokens written before
-    keep_rate: torch.Tensor  # [m]
-    acceptance: torch.Tensor  # [m]
+    asked: torch.Tensor  # [m], mismatches of the answer before it
+    kept: torch.Tensor  # [m], of these
+    last: torch.Tensor  # [m], 1 or -1, whether the latest was; 0 for none
+    drafted: torch.Tensor  # [m], drafted tokens that were looked at before it
+    matched: torch.Tensor  # [m], of these
 
 
 def states(mismatches: Mismatches, classes: torch.Tensor) -> torch.Tensor:
@@ -66,7 +71,8 @@ def states(mismatches: Mismatches, classes: torch.Tensor) -> torch.Tensor:
     numbers = [
         p.of(target), p.of(draft), q.of(draft), q.of(target), p.entropy, q.entropy, p.rank(draft), q.rank(target),
         p.margin, q.margin, _divergence(p, q),
-        m.block / BLOCK, m.answer.float().log1p(), m.keep_rate, m.acceptance,
+        m.block / BLOCK, m.answer.float().log1p(),
+        m.asked.float().log1p(), m.kept / (m.asked + 1), m.last, (m.matched + 1) / (m.drafted + 2),
     ]  # fmt: skip
     rest = [classes[m.target], classes[m.draft], classes[m.before][:, :STOP]]
     return torch.cat([torch.stack([n.float() for n in numbers], 1), *(c.float() for c in rest)], 1)

@@ -11,6 +11,7 @@ on in the stage in which it was. Needs the extra `rl`; what comes of it needs to
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -41,7 +42,8 @@ from decoding.cospec.branches import (
 from decoding.cospec.state import STATE
 from decoding.cospec.verifier import KEEP, TAKE, keep_probability
 from decoding.draft.drafter import DraftModelDrafter
-from decoding.policies.policy import Policy, PolicyArtifact, PolicyError
+from decoding.policies.policy import CONFIG as POLICY
+from decoding.policies.policy import Policy, PolicyArtifact, PolicyError, differences
 from decoding.policies.training import PPOConfig, check_installed, train_ppo
 
 KIND, NETWORK = "cospec", "arbitration"
@@ -62,7 +64,7 @@ class CoSpecConfig:
     max_new_tokens: int = 32
     """Longest answer."""
     first: int = 3
-    """Of how many of the target's first mismatches in an answer the other branch is followed."""
+    """Of how many of an answer's first mismatches both branches are followed."""
     validation: float = 0.25
     """Share of the questions that nothing is trained on, and the threshold is chosen on."""
     rows: int = 32
@@ -173,8 +175,8 @@ def train_on(
             yield {"stage": "shares", "of": name, **share}
         check(found["training"])
         reference = reference_speed(store, trained)
-        warm = yield from _warm_start(store, trained, folder, config)
-        yield {"stage": "warm start", "agreement": agreement(warm, examples(store, validated), 0.5)}
+        warm = yield from _warm_start(store, trained, folder / "warm", config, target)
+        yield {"stage": "warm start", **_agreements(warm, store, validated, 0.5)}
         from decoding.cospec.environment import ArbitrationEnvironment
 
         environment = ArbitrationEnvironment(
@@ -201,7 +203,7 @@ def train_on(
         "shares": found,
         "thresholds": results,
         "chosen": best,
-        "oracle": agreement(chosen, examples(store, validated), best["threshold"]),
+        "oracle": _agreements(chosen, store, validated, best["threshold"]),
         "seconds": time.monotonic() - began,
         "provenance": provenance(seed=config.seed),
     }
@@ -211,7 +213,7 @@ def train_on(
         record=json.loads(json.dumps(record)),
     )  # fmt: skip
     artifact.save(folder)
-    yield {"stage": "done", **best, **{f"oracle_{k}": v for k, v in record["oracle"].items()}}
+    yield {"stage": "done", **best, **record["oracle"]}
     return artifact
 
 
@@ -313,18 +315,40 @@ def fit(found: Examples, config: CoSpecConfig) -> Iterator[tuple[Record, Policy]
 
 
 def _warm_start(
-    store: BranchStore, questions: Sequence[Question], folder: Path, config: CoSpecConfig
+    store: BranchStore, questions: Sequence[Question], folder: Path, config: CoSpecConfig, target: dict[str, Any]
 ) -> Generator[Record, None, Policy]:
-    """The policy that the branches teach."""
-    found = examples(store, questions)
+    """The policy that the branches teach. It is kept: PPO adds branches, from which a run that goes on would learn
+    another one."""
+    settings = {
+        "questions": _digest(questions),
+        **{name: getattr(config, name) for name in ("first", "ties", "warm_epochs", "warm_rate", "seed")},
+        "hidden": list(config.hidden),
+    }
+    if (folder / POLICY).is_file():
+        kept = PolicyArtifact.load(folder)
+        different = differences(kept.settings, settings)
+        if different:
+            raise PolicyError(
+                f"the warm start in {folder} was made otherwise ({'; '.join(different)}): give the same settings to go "
+                "on with that run, or choose another folder"
+            )
+        yield {"stage": "warm start", **kept.record}
+        return kept.networks[NETWORK]
+    found = examples(store, questions, own=True)
     record: Record = {}
     for record, policy in fit(found, config):  # noqa: B007
         pass
-    yield {
-        "stage": "warm start", **record, "ties": round(float(found.ties.float().mean()), 4),
+    record = {
+        **record, "ties": round(float(found.ties.float().mean()), 4),
         "keep_better": int((found.keep & ~found.take).sum()), "take_better": int((found.take & ~found.keep).sum()),
     }  # fmt: skip
+    PolicyArtifact(KIND, target, None, {NETWORK: policy}, settings, record).save(folder)
+    yield {"stage": "warm start", **record}
     return policy
+
+
+def _digest(questions: Sequence[Question]) -> str:
+    return hashlib.sha256("\n".join(identity(question) for question in questions).encode()).hexdigest()
 
 
 def agreement(policy: Policy, found: Examples, threshold: float) -> dict[str, float]:
@@ -344,6 +368,14 @@ def agreement(policy: Policy, found: Examples, threshold: float) -> dict[str, fl
         "agreement_without_ties": round(float((same & clear).sum()) / n, 4),
         "take_without_ties": round(float((~found.keep & clear).sum()) / n, 4),
         "keep_without_ties": round(float((found.keep & clear).sum()) / n, 4),
+    }
+
+
+def _agreements(policy: Policy, store: BranchStore, questions: Sequence[Question], threshold: float) -> Record:
+    """With two oracles: the target's tokens follow after either token, or the draft's after its own."""
+    return {
+        "oracle": agreement(policy, examples(store, questions, own=False), threshold),
+        "oracle_own": agreement(policy, examples(store, questions, own=True), threshold),
     }
 
 

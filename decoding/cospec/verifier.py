@@ -210,16 +210,16 @@ class Running:
     """Drafted tokens that were looked at."""
     matched: int = 0
     """Of these, the target's own."""
+    last: int = 0
+    """Whether the latest mismatch's draft was kept: 1 or -1; 0 for none."""
     decisions: list[Decision] = field(default_factory=list)
     """Where they are recorded."""
 
-    @property
-    def keep_rate(self) -> float:
-        return self.kept / (self.asked + 1)
-
-    @property
-    def acceptance(self) -> float:
-        return (self.matched + 1) / (self.drafted + 2)
+    def after(self, asked: int, kept: int, drafted: int, matched: int) -> tuple[int, int, int, int, int]:
+        """The counts once a block has added these, and the latest decision: (asked, kept, last, drafted, matched). A
+        block goes on only where drafts are kept."""
+        last = 1 if asked else self.last
+        return self.asked + asked, self.kept + kept, last, self.drafted + drafted, self.matched + matched
 
 
 class ArbitrationVerifier(Verifier):
@@ -327,6 +327,7 @@ class ArbitrationVerifier(Verifier):
         mine = [requests[row] for row in rows]
         slots = [walk.path for walk in walks]
         running = [self.running(request) for request in mine]
+        here = list(zip(running, walks, strict=True))
 
         def mismatches() -> Mismatches:
             drafted = [trees[row] for row in rows]
@@ -336,12 +337,11 @@ class ArbitrationVerifier(Verifier):
                 [t.tokens[s - 1] if s else r.tokens[-1] for t, s, r in zip(drafted, slots, mine, strict=True)],
                 slots,
                 [len(r.generated) + s for r, s in zip(mine, slots, strict=True)],
+                *zip(*(r.after(w.asked, len(w.kept), w.drafted - 1, w.matched) for r, w in here), strict=True),
             ]
-            rates = [[r.keep_rate for r in running], [r.acceptance for r in running]]
             told = torch.stack([_told(tree)[slot] for tree, slot in zip(drafted, slots, strict=True)])
             return Mismatches(
-                logits[list(rows), slots], told, *torch.tensor(columns, device=device),
-                *torch.tensor(rates, dtype=torch.float32, device=device),
+                logits[list(rows), slots], told, *torch.tensor(columns, device=device)
             )  # fmt: skip
 
         positions = torch.tensor([len(r.tokens) + s for r, s in zip(mine, slots, strict=True)], device=device)
@@ -359,10 +359,12 @@ class ArbitrationVerifier(Verifier):
         for row, tree in enumerate(trees):
             whole[row, : len(tree)] = torch.tensor(tree.tokens, dtype=torch.long)
         numbers = [
-            [len(r.tokens), len(r.prompt), r.tokens[-1], run.asked] for r, run in zip(requests, running, strict=True)
+            [len(r.tokens), len(r.prompt), r.tokens[-1], *run.after(0, 0, 0, 0)]
+            for r, run in zip(requests, running, strict=True)
         ]
         packed = torch.cat([whole, torch.tensor(numbers)], 1).to(device, non_blocking=True)
-        drafted, (starts, prompts, last, before) = packed[:, : n + 1], packed[:, n + 1 :].T
+        drafted, before = packed[:, : n + 1], packed[:, n + 4 :]
+        starts, prompts, last = packed[:, n + 1 : n + 4].unbind(1)
         slot = torch.arange(n + 1, device=device)
         positions = starts[:, None] + slot
         repeated = [request for request in requests for _ in range(n + 1)]
@@ -376,6 +378,17 @@ class ArbitrationVerifier(Verifier):
         asked = there & ~matches & ~behind & (~stops[token] | stops[chosen])
         keep = torch.zeros_like(asked)
         put = None
+        # What a slot is met with: a block comes to it only where all drafts before it were kept.
+        asked_before, drafted_before, matched_before = (
+            run + x.long().cumsum(1) - x.long()
+            for run, x in (
+                (before[:, :1], asked),
+                (before[:, 3:4], there & ~behind),
+                (before[:, 4:], matches & ~behind),
+            )
+        )
+        kept_before = before[:, 1:2] + asked_before - before[:, :1]
+        last_before = torch.where(asked_before > before[:, :1], 1, before[:, 2:3])
         if n:
 
             def mismatches() -> Mismatches:
@@ -386,23 +399,17 @@ class ArbitrationVerifier(Verifier):
                 for row, tree in enumerate(trees):
                     if len(tree):
                         told[row, : len(tree)] = _told(tree).to(device)
-                rates = torch.tensor([[r.keep_rate, r.acceptance] for r in running], device=device)
                 previous = torch.cat([last[:, None], token[:, : n - 1]], 1)
-                fields = [
-                    chosen[:, :n],
-                    token[:, :n],
-                    previous,
-                    slot[:n].expand(b, n),
-                    (positions - prompts[:, None])[:, :n],
-                ]
-                rates = rates[:, None].expand(b, n, 2).flatten(0, 1)
+                fields = [chosen, token, slot.expand(b, -1), positions - prompts[:, None]]
+                fields = [f[:, :n] for f in fields]
+                after = [asked_before, kept_before, last_before, drafted_before, matched_before]
                 return Mismatches(
-                    logits[:, :n].flatten(0, 1), told.flatten(0, 1), *(f.flatten() for f in fields), *rates.unbind(-1)
-                )
+                    logits[:, :n].flatten(0, 1), told.flatten(0, 1), *(f.flatten() for f in fields[:2]),
+                    previous.flatten(), *(f.flatten() for f in [*fields[2:], *(f[:, :n] for f in after)]),
+                )  # fmt: skip
 
-            ordinals = before[:, None] + asked.long().cumsum(1) - asked.long()
             each = [request for request in requests for _ in range(n)]
-            put = Asked(each, positions[:, :n].flatten(), ordinals[:, :n].flatten(), mismatches, classes)
+            put = Asked(each, positions[:, :n].flatten(), asked_before[:, :n].flatten(), mismatches, classes)
             keep[:, :n] = self.arbiter.decide(put).view(b, n) & asked[:, :n]
         path = (matches | keep).long().cumprod(1).sum(1)
         outcome = [path[:, None], chosen.gather(1, path[:, None]), matches & ~behind, asked, keep, there & ~behind]
@@ -443,6 +450,8 @@ class ArbitrationVerifier(Verifier):
         run.kept += len(walk.kept)
         run.drafted += walk.drafted
         run.matched += walk.matched
+        if walk.asked:
+            run.last = 1 if len(walk.kept) == walk.asked else -1
         path = list(range(walk.path))
         return Verdict(path, pending, *split(score), asked=walk.asked, kept=tuple(walk.kept))
 

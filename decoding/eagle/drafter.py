@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from activations.linear import Product
 from activations.target import Target
-from decoding.budgets import Budget, Growth
+from decoding.budgets import Budget, Growth, Pace
 from decoding.eagle.head import ACTIVATIONS, EagleHead, HeadError, HeadWarning, rms_norm
 from decoding.eagle.rope import rotate, table
 from decoding.request import Request
@@ -44,6 +44,7 @@ class _State:
     fed: int = 0  # rows whose keys are there
     first: int = 0  # the row in slot 0: with a window, older ones are dropped
     waiting: list[torch.Tensor] = field(default_factory=list)  # features of verified positions, not fed yet
+    pace: Pace = field(default_factory=Pace)
 
 
 class _Weights:
@@ -151,7 +152,7 @@ class EagleDrafter:
         slots = min(longest, 2 * self.window + 128) if self.window else longest
         shape = (config.num_hidden_layers, config.num_key_value_heads, slots, config.per_head)
         self._states[request] = _State(self._like.new_zeros(shape), self._like.new_zeros(shape))
-        self.observe(request, features)
+        self._wait(request, features)
 
     def _stretch(self, request: Request) -> int:
         """Rows that the request may come to, the tables of positions being that long."""
@@ -166,10 +167,18 @@ class EagleDrafter:
         state.waiting = [] if waiting is None or not len(waiting) else [waiting]
         state.fed = min(state.fed, kept)
         state.first = min(state.first, state.fed)  # what a window has dropped since then stays dropped
+        state.pace = Pace()
         self._stretch(request)
-        self.observe(request, features)
+        self._wait(request, features)
 
     def observe(self, request: Request, features: torch.Tensor | None) -> None:
+        assert features is not None
+        state = self._states[request]
+        state.pace = state.pace.after(len(features))
+        self._wait(request, features)
+
+    def _wait(self, request: Request, features: torch.Tensor | None) -> None:
+        """Features that the next proposal will feed."""
         assert features is not None
         state = self._states[request]
         state.waiting.append(features)
@@ -182,7 +191,7 @@ class EagleDrafter:
         old = [self._states[r] for r in requests]
         for request, row in zip(requests, rows, strict=True):
             s = old[row]
-            self._states[request] = _State(s.keys.clone(), s.values.clone(), s.fed, s.first, list(s.waiting))
+            self._states[request] = _State(s.keys.clone(), s.values.clone(), s.fed, s.first, list(s.waiting), s.pace)
 
     def close(self, request: Request) -> None:
         self._states.pop(request, None)
@@ -244,7 +253,7 @@ class EagleDrafter:
         state = self._states[request]
         output = self._catch_up(request, state)  # [1, width]
         base = state.fed  # slots from here on hold the tree's keys
-        deepest, length = min(depth, request.room), len(request.tokens)
+        deepest, length, pace = min(depth, request.room), len(request.tokens), state.pace.value
         k = self.top_k
         logp, index = self._choices(output)  # [1, k]
         cumulative = [logp[0]]
@@ -257,7 +266,7 @@ class EagleDrafter:
         visible = torch.empty(k, 0, dtype=torch.bool, device=index.device)  # [k, tree slots so far]
         eye = torch.eye(k, dtype=torch.bool, device=index.device)
         count, depth = k, 1
-        while depth < deepest and (yield "go_on", Growth(cumulative[-1], depth, k, length)):
+        while depth < deepest and (yield "go_on", Growth(cumulative[-1], depth, k, length, pace)):
             visible = torch.cat([visible, eye], dim=1)
             output = self._rows(state, hidden, beam_tokens, base, depth - 1, visible)
             logp, index = self._choices(output)  # [k, k]
@@ -274,7 +283,7 @@ class EagleDrafter:
             count += k * k
             depth += 1
         scores = torch.cat(cumulative)
-        size = yield "size", Growth(scores, depth, k, length)
+        size = yield "size", Growth(scores, depth, k, length, pace)
         assert size is not None
         return self._prune(size, torch.cat(tokens), torch.cat(parents), torch.cat(single), scores)
 

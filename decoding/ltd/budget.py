@@ -32,9 +32,9 @@ class LearnedBudget:
     """Most nodes of a tree."""
     depth: int
     """Most levels."""
-    every: int = 1
+    every: int
     """Only each n-th level is asked about; at the others the tree grows on."""
-    fallback: Budget = FixedBudget(12, 4)
+    fallback: Budget
     """Decides where there is no policy."""
 
     def __post_init__(self) -> None:

@@ -13,82 +13,24 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
 
-from decoding.budgets import Budget, Growth
+from decoding.budgets import Budget, Growth, Pace
 from decoding.eagle.drafter import EagleDrafter, Question
 from decoding.engine import Draft, Engine
 from decoding.gates import Decision
 from decoding.ltd.budget import GO_ON
 from decoding.ltd.observations import Observation, Observer
 from decoding.ltd.outcomes import Clock, Outcomes, nodes_at
+from decoding.ltd.rewards import Reward, Step
 from decoding.policies.policy import PolicyError
 from decoding.request import Request
 from decoding.tree import DraftTree
-
-REWARDS = ("dinkelbach", "ratio", "tokens", "time")
-PATIENCE = 512
-"""Steps that the typical step counts as, where means run."""
-
-
-class Step(NamedTuple):
-    """What a step of decoding gave."""
-
-    tokens: int
-    milliseconds: float
-
-
-# -- rewards ------------------------------------------------------------------------------------------
-
-
-class Reward:
-    """Makes a reward of a step. What it means by usual are running means, which begin at a typical step's.
-
-    dinkelbach: tokens, less the time at the usual rate, over the usual tokens. Its mean is 0 at the usual rate and
-        above it for whatever raises tokens over time of the whole text.
-    ratio: tokens over time, Learning to Draft's own, over its usual value.
-    tokens, time: tokens alone, the time alone (negative), over their usual values.
-    """
-
-    def __init__(self, kind: str, typical: Step) -> None:
-        if kind not in REWARDS:
-            raise ValueError(f"unknown reward {kind!r}: use {', '.join(REWARDS[:-1])} or {REWARDS[-1]}")
-        if not (typical.tokens > 0 and typical.milliseconds > 0):
-            raise ValueError(
-                f"a typical step of {typical.tokens} tokens in {typical.milliseconds} ms: both are above 0"
-            )
-        self.kind, self.typical = kind, typical
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget what was seen."""
-        tokens, milliseconds = self.typical
-        self._tokens, self._milliseconds = PATIENCE * float(tokens), PATIENCE * milliseconds
-        self._ratio, self._seen = PATIENCE * tokens / milliseconds, float(PATIENCE)
-
-    def observe(self, step: Step) -> None:
-        """Another step, for the running means."""
-        self._tokens += step.tokens
-        self._milliseconds += step.milliseconds
-        self._ratio += step.tokens / step.milliseconds
-        self._seen += 1
-
-    def __call__(self, step: Step) -> float:
-        tokens, milliseconds = step
-        if self.kind == "ratio":
-            return tokens / milliseconds * self._seen / self._ratio
-        if self.kind == "tokens":
-            return tokens * self._seen / self._tokens
-        if self.kind == "time":
-            return -milliseconds * self._seen / self._milliseconds
-        usual = self._tokens / self._milliseconds
-        return (tokens - usual * milliseconds) * self._seen / self._tokens
-
 
 # -- sources ------------------------------------------------------------------------------------------
 
@@ -150,11 +92,11 @@ class ReplaySource:
         self._scores = torch.from_numpy(outcomes.scores)
         self._rows = clock.rows(outcomes.context)
         self._nodes = [nodes_at(d, self.top_k) for d in range(self.depth + 1)]
-        self._depth = 0
+        self._depth = self._last = 0
         self.restart(np.random.default_rng(0))
 
     def restart(self, rng: np.random.Generator) -> None:
-        """Begins somewhere in a text, each place as likely as another."""
+        """Begins somewhere in a text, each place as likely as another, with the reference tree's pace."""
         starts = self.outcomes.starts
         order = rng.permutation(self._texts)
         lengths = starts[order + 1] - starts[order]
@@ -162,16 +104,27 @@ class ReplaySource:
         first = int(np.searchsorted(np.cumsum(lengths), place, side="right"))
         self._order = np.roll(order, -first)
         self._text = 0
-        self._end = int(starts[self._order[0] + 1])
-        self._at = self._end - int(lengths[: first + 1].sum()) + place
+        self._begin_text()
+        place = self._end - int(lengths[: first + 1].sum()) + place
+        while self._at < place:
+            self._last = self._at
+            self._on(self.reference().tokens)
 
     def begin(self) -> Growth:
         if self._at >= self._end:
             self._text = (self._text + 1) % len(self._order)
-            starts, text = self.outcomes.starts, self._order[self._text]
-            self._at, self._end = int(starts[text]), int(starts[text + 1])
+            self._begin_text()
         self._depth = 0
         return self.deepen()
+
+    def _begin_text(self) -> None:
+        starts, text = self.outcomes.starts, self._order[self._text]
+        self._at, self._end = int(starts[text]), int(starts[text + 1])
+        self._pace = Pace()
+
+    def _on(self, tokens: int) -> None:
+        self._at += tokens
+        self._pace = self._pace.after(tokens)
 
     @property
     def grows(self) -> bool:
@@ -187,12 +140,13 @@ class ReplaySource:
 
     def _growth(self, start: int, end: int) -> Growth:
         at = self._at
-        return Growth(self._scores[at, start:end], self._depth, self.top_k, int(self.outcomes.context[at]))
+        length = int(self.outcomes.context[at])
+        return Growth(self._scores[at, start:end], self._depth, self.top_k, length, self._pace.value)
 
     def finish(self, size: int) -> Step:
         self._last = self._at
         step = self._step(self._depth, size)
-        self._at += step.tokens
+        self._on(step.tokens)
         return step
 
     def reference(self) -> Step:

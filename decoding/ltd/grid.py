@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from decoding.budgets import Budget, Growth
+from decoding.budgets import KEPT, Budget, Growth
 from decoding.ltd.budget import GO_ON, LearnedBudget
 from decoding.ltd.outcomes import Clock, Outcomes, nodes_at
 
@@ -75,56 +75,71 @@ def walk(outcomes: Outcomes, tokens: NDArray[np.generic], milliseconds: NDArray[
     return [Rate(sums[0, :, i], sums[1, :, i], steps[:, i]) for i in range(options)]
 
 
-def chosen(outcomes: Outcomes, clock: Clock, depths: NDArray[np.integer], sizes: NDArray[np.integer]) -> Rate:
-    """The walk of trees that were chosen by position: depths and sizes [positions]."""
-    every = np.arange(len(outcomes))
-    accepted = (outcomes.ranks[every, depths - 1] < np.asarray(sizes)[:, None]).sum(-1)
-    tokens = np.minimum(accepted + 1, outcomes.ahead)
-    nodes = np.minimum(sizes, outcomes.top_k + (depths - 1) * outcomes.top_k**2)
-    milliseconds = clock.table[clock.rows(outcomes.context), depths - 1, nodes]
-    return walk(outcomes, tokens[:, None], milliseconds[:, None])[0]
+def replay(outcomes: Outcomes, clock: Clock, budget: Budget, texts: Sequence[int] | None = None) -> Rate:
+    """The walk of the trees that a budget grows, over all texts or some (by number), side by side."""
+    chosen = np.arange(len(outcomes.keys)) if texts is None else np.asarray(texts, np.int64)
+    at, ends = outcomes.starts[chosen], outcomes.starts[chosen + 1]
+    pace = np.zeros((2, len(chosen)))
+    sums, steps = np.zeros((2, len(chosen))), np.zeros(len(chosen), np.int64)
+    while (going := np.flatnonzero(at < ends)).size:
+        here = at[going]
+        known = np.divide(*pace[:, going], out=np.zeros(len(going)), where=pace[1, going] > 0)
+        depths, sizes = decide(outcomes, budget, here, known)
+        accepted = (outcomes.ranks[here, depths - 1] < sizes[:, None]).sum(-1)
+        tokens = np.minimum(accepted + 1, outcomes.ahead[here])
+        nodes = np.minimum(sizes, outcomes.top_k + (depths - 1) * outcomes.top_k**2)
+        sums[0, going] += tokens
+        sums[1, going] += clock.table[clock.rows(outcomes.context[here]), depths - 1, nodes]
+        steps[going] += 1
+        at[going] += tokens
+        pace[:, going] = KEPT * pace[:, going] + np.stack([tokens, np.ones(len(going))])
+    return Rate(sums[0], sums[1], steps)
 
 
-def decided(outcomes: Outcomes, budget: Budget) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Depths and sizes [positions] that a budget gives every tree; a learned one's are computed together."""
+def decide(
+    outcomes: Outcomes, budget: Budget, rows: NDArray[np.int64], paces: Values
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Depths and sizes [rows] that a budget gives the trees at these positions; of a learned one, all at once."""
     if isinstance(budget, LearnedBudget):
-        return _learned(outcomes, budget)
-    nodes = [nodes_at(d, outcomes.top_k) for d in range(outcomes.depth + 1)]
-    depths, sizes = np.ones((2, len(outcomes)), np.int64)
+        return _learned(outcomes, budget, rows, paces)
+    k, nodes = outcomes.top_k, [nodes_at(d, outcomes.top_k) for d in range(outcomes.depth + 1)]
+    depths, sizes = np.ones((2, len(rows)), np.int64)
     deepest = min(budget.depth, outcomes.depth)
-    for i, (row, length) in enumerate(zip(torch.from_numpy(outcomes.scores), outcomes.context.tolist(), strict=True)):
-        depth = 1
-        while depth < deepest and budget.go_on(
-            Growth(row[nodes[depth - 1] : nodes[depth]], depth, outcomes.top_k, length)
-        ):
+    for i, (at, pace) in enumerate(zip(rows.tolist(), paces.tolist(), strict=True)):
+        scores, length, depth = torch.from_numpy(outcomes.scores[at]), int(outcomes.context[at]), 1
+        while depth < deepest and budget.go_on(Growth(scores[nodes[depth - 1] : nodes[depth]], depth, k, length, pace)):
             depth += 1
-        depths[i], sizes[i] = depth, budget.size(Growth(row[: nodes[depth]], depth, outcomes.top_k, length))
+        depths[i], sizes[i] = depth, budget.size(Growth(scores[: nodes[depth]], depth, k, length, pace))
     return depths, sizes
 
 
-def _learned(outcomes: Outcomes, budget: LearnedBudget) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    k, observer = outcomes.top_k, budget.observer
-    nodes = [nodes_at(d, k) for d in range(outcomes.depth + 1)]
+def _learned(
+    outcomes: Outcomes, budget: LearnedBudget, rows: NDArray[np.int64], paces: Values
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    observer, nodes = budget.observer, [nodes_at(d, outcomes.top_k) for d in range(outcomes.depth + 1)]
     deepest = min(budget.depth, outcomes.depth)
-    depths = np.full(len(outcomes), deepest)
-    going = np.arange(len(outcomes))
+    depths = np.full(len(rows), deepest)
+    going = np.arange(len(rows))
     for depth in range(1, deepest):
-        newest = outcomes.scores[going, nodes[depth - 1] : nodes[depth]]
         if budget.depth_policy is None:
             stops = np.full(len(going), depth >= budget.fallback.depth)
-        elif depth % budget.every:
+        elif depth % budget.every or not going.size:
             continue
         else:
-            logits = budget.depth_policy(torch.from_numpy(observer.depth_rows(newest, depth, outcomes.context[going])))
+            at = rows[going]
+            newest = outcomes.scores[at, nodes[depth - 1] : nodes[depth]]
+            seen = observer.depth_rows(newest, depth, outcomes.context[at], paces[going])
+            logits = budget.depth_policy(torch.from_numpy(seen))
             stops = ~(logits[:, GO_ON] > logits[:, 1 - GO_ON]).numpy()
         depths[going[stops]] = depth
         going = going[~stops]
     sizes = np.minimum(budget.fallback.nodes, np.array(nodes)[depths])
     if budget.size_policy is not None:
         for depth in np.unique(depths).tolist():
-            rows = np.flatnonzero(depths == depth)
-            seen = observer.size_rows(outcomes.scores[rows, : nodes[depth]], depth, outcomes.context[rows])
-            sizes[rows] = np.array(budget.sizes)[budget.size_policy(torch.from_numpy(seen)).argmax(-1).numpy()]
+            mine = np.flatnonzero(depths == depth)
+            at = rows[mine]
+            seen = observer.size_rows(outcomes.scores[at, : nodes[depth]], depth, outcomes.context[at], paces[mine])
+            sizes[mine] = np.array(budget.sizes)[budget.size_policy(torch.from_numpy(seen)).argmax(-1).numpy()]
     return depths, np.minimum(sizes, budget.nodes)
 
 

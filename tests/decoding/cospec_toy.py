@@ -1,7 +1,7 @@
 """A toy of arbitration whose best rule is known: it writes answers as the real models do.
 
 An answer meets up to three mismatches. Of the two tokens of each exactly one is right, and the draft's is with
-probability sigmoid(4 x - 2), x being the state's first feature, uniform in [-1, 1] and with noise for company; the
+probability sigmoid(4 x - 2), x being the state's first feature, uniform in [-1, 1], with two of noise beside it; the
 answer is right if every choice was. So the best rule keeps a draft where x > 0.5, whatever was chosen before.
 """
 
@@ -52,7 +52,8 @@ class Toy:
         right, decisions, places = not self.hopeless, [], []
         for n in range(count):
             rng = random.Random(f"{key} {decisions}")
-            state = torch.tensor([rng.uniform(-1, 1) for _ in STATE])
+            state = torch.zeros(len(STATE))
+            state[:3] = torch.tensor([rng.uniform(-1, 1) for _ in range(3)])
             keep = n < len(job.script) and job.script[n]
             draft_right = rng.random() < float(torch.sigmoid(4 * state[0] - 2))
             right = right and keep == draft_right

@@ -62,7 +62,7 @@ def test_ppo_alone_finds_it_too(tmp_path: Path) -> None:
 
     config = replace(CONFIG, timesteps=30_000, learning_rate=3e-3)
     answers = Explored(BranchStore(tmp_path / "b", {}), Toy(), toy_questions(600))
-    nothing = Examples(torch.randn(8, len(STATE)), *torch.zeros(2, 8, dtype=torch.bool), torch.zeros(8, dtype=torch.long))
+    nothing = Examples(torch.randn(8, len(STATE)).sign(), *torch.zeros(2, 8, dtype=torch.bool), torch.zeros(8, dtype=torch.long))
     _, start = next(fit(nothing, config))
     steps = train_ppo(ArbitrationEnvironment(answers, 16, 8, 0.0), config.ppo, tmp_path / "ppo", initial=start)
     while True:
