@@ -269,11 +269,17 @@ class Runner:
     """Writes answers with the real models, many at once, as mode cospec does, but told what to decide."""
 
     def __init__(
-        self, target: Target, drafter: DraftModelDrafter, draft_tokens: int, max_new_tokens: int, rows: int = 32
+        self,
+        target: Target,
+        drafter: DraftModelDrafter,
+        draft_tokens: int,
+        max_new_tokens: int,
+        stops: bool = False,
+        rows: int = 32,
     ) -> None:
         self.target, self.max_new_tokens = target, max_new_tokens
         self._arbiter = ScriptedArbiter({})
-        self._verifier = ArbitrationVerifier(target, self._arbiter, records=True)
+        self._verifier = ArbitrationVerifier(target, self._arbiter, stops, records=True)
         gate = Always(Choice(drafter.name, FixedBudget(draft_tokens, draft_tokens)))
         self._engine = _Engine(target, Plan(gate, (drafter.telling(),), verifier=self._verifier), rows)
         self._describes = {
@@ -282,6 +288,7 @@ class Runner:
             "drafter": drafter.telling().describe(),
             "draft_tokens": draft_tokens,
             "max_new_tokens": max_new_tokens,
+            "stops": stops,
         }
 
     def describe(self) -> dict[str, Any]:

@@ -70,7 +70,6 @@ class ArbitrationEnvironment(VecEnv):
         group: int = 8,
         speed: float = 0.05,
         reference: float = 1.0,
-        features: int = len(STATE),
     ) -> None:
         """`group`: answers to a question, one after the other. `speed`: what tokens per forward of the target count,
         in units of `reference`, beside a right answer's 1.
@@ -79,7 +78,7 @@ class ArbitrationEnvironment(VecEnv):
         """
         self.answers, self.group, self.speed, self.reference = answers, group, speed, reference
         self.render_mode = None
-        super().__init__(environments, spaces.Box(-np.inf, np.inf, (features,), np.float32), spaces.Discrete(2))
+        super().__init__(environments, spaces.Box(-np.inf, np.inf, (len(STATE),), np.float32), spaces.Discrete(2))
         answers.visit([(q, ()) for q in range(len(answers)) if answers.at(q, ()) is None])
         self._asked = [q for q in range(len(answers)) if isinstance(answers.at(q, ()), Place)]
         self._mixed = [q for q in self._asked if answers.mixed(q)]

@@ -63,6 +63,8 @@ class CoSpecConfig:
     """Tokens that the draft model drafts at a step."""
     max_new_tokens: int = 32
     """Longest answer."""
+    stops: bool = False
+    """Whether a draft's stop token may end an answer that the target would go on with."""
     first: int = 3
     """Of how many of an answer's first mismatches both branches are followed."""
     validation: float = 0.25
@@ -143,7 +145,7 @@ def train(
     Raises PolicyError where the questions teach nothing, or the folder holds another run.
     """
     check_installed()
-    runner = Runner(target, drafter, config.draft_tokens, config.max_new_tokens, config.rows)
+    runner = Runner(target, drafter, config.draft_tokens, config.max_new_tokens, config.stops, config.rows)
     try:
         return (
             yield from train_on(runner, questions, folder, config, target.fingerprint.to_dict(), drafter.describe())
@@ -209,7 +211,10 @@ def train_on(
     }
     artifact = PolicyArtifact(
         KIND, target, drafter, {NETWORK: chosen},
-        settings={"threshold": best["threshold"], "state": list(STATE), "draft_tokens": config.draft_tokens},
+        settings={
+            "threshold": best["threshold"], "state": list(STATE), "draft_tokens": config.draft_tokens,
+            "stops": config.stops,
+        },
         record=json.loads(json.dumps(record)),
     )  # fmt: skip
     artifact.save(folder)

@@ -226,23 +226,26 @@ class ArbitrationVerifier(Verifier):
     """Follows the target, but where its token differs from the drafted one an arbiter says which stands. For chains
     whose drafter tells what it thinks (`q_logits`).
 
-    A draft's stop token never stands where the target goes on. Behind a stop token nothing is asked.
+    A draft's stop token never stands where the target goes on, unless `stops` allows that too. Behind a stop token
+    nothing is asked.
     """
 
     lossless = False
     keyed = False
     opens = True
 
-    def __init__(self, target: Target, arbiter: Arbiter, records: bool = False) -> None:
-        """`records`: keep every decision, with its state, until the request is closed."""
+    def __init__(self, target: Target, arbiter: Arbiter, stops: bool = False, records: bool = False) -> None:
+        """`stops`: the arbiter may end a text by the draft's stop token. `records`: keep every decision, with its
+        state, until the request is closed."""
         self.arbiter = arbiter
+        self.stops = stops
         self.records = records
         self._target = target
         self._running: dict[Request, Running] = {}
 
     def describe(self) -> dict[str, Any]:
         """Settings that the text depends on, for JSON."""
-        return {"arbiter": self.arbiter.describe()}
+        return {"arbiter": self.arbiter.describe(), "stops": self.stops}
 
     def close(self, group: Request) -> None:
         """Forget a request. Safe to repeat."""
@@ -292,7 +295,7 @@ class ArbitrationVerifier(Verifier):
                     walk.path += 1
                     walk.stopped |= token in stops
                     further.append(row)
-                elif not walk.stopped and (draft not in stops or token in stops):
+                elif not walk.stopped and (self.stops or draft not in stops or token in stops):
                     doubtful.append(row)
             if doubtful:
                 asked = self._asked(trees, logits, requests, doubtful, [walks[r] for r in doubtful], pending)
@@ -375,7 +378,9 @@ class ArbitrationVerifier(Verifier):
         stops = classes[:, STOP]
         behind = (there & stops[token]).long().cumsum(1) - (there & stops[token]).long() > 0  # a stop token
         matches = there & (chosen == drafted)
-        asked = there & ~matches & ~behind & (~stops[token] | stops[chosen])
+        asked = there & ~matches & ~behind
+        if not self.stops:
+            asked &= ~stops[token] | stops[chosen]
         keep = torch.zeros_like(asked)
         put = None
         # What a slot is met with: a block comes to it only where all drafts before it were kept.

@@ -60,7 +60,9 @@ class Toy:
             decisions.append(keep)
             places.append(Place(rng.randrange(50), rng.randrange(50), 5 + n, state))
         forwards = 1 + decisions.count(False)
-        return Run(key, tuple(decisions), tuple(places), Outcome(right, 6, forwards), (1,) * 6, "right" if right else "x")
+        return Run(
+            key, tuple(decisions), tuple(places), Outcome(right, 6, forwards), (1,) * 6, "right" if right else "x"
+        )
 
 
 def best_rule(states: torch.Tensor) -> torch.Tensor:

@@ -178,9 +178,9 @@ def test_both_ways_walk_like_a_plain_loop(small_target, data) -> None:  # type: 
     target = small_target("llama")
     trees, logits, requests = case(data)
     arbiter = data.draw(st.sampled_from(arbiters(data.draw(st.integers(0, 99)))))
-    found = []
+    found, stops = [], data.draw(st.booleans())
     for way in ("_accept_lazily", "_accept_at_once"):
-        verifier, mine = ArbitrationVerifier(target, arbiter, records=True), requests()
+        verifier, mine = ArbitrationVerifier(target, arbiter, stops, records=True), requests()
         seen: list[Any] = []
         for _ in range(2):  # the second block meets the rates of the first
             verdicts = getattr(verifier, way)(trees, logits, mine, lambda slots: slots.float() / 10)
@@ -207,7 +207,7 @@ def test_both_ways_walk_like_a_plain_loop(small_target, data) -> None:  # type: 
                 break
             draft = tree.tokens[at]
             if draft != token:
-                if stopped or (draft == STOP and token != STOP):
+                if stopped or (draft == STOP and not stops):
                     break
                 decision = next(decisions)
                 assert decision[:3] == (token, draft, int(where))
@@ -220,7 +220,7 @@ def test_both_ways_walk_like_a_plain_loop(small_target, data) -> None:  # type: 
         assert verdict.intent == pytest.approx(at / 10)
 
 
-def test_a_stop_of_the_draft_never_stands_where_the_target_goes_on(small_target) -> None:  # type: ignore[no-untyped-def]
+def test_a_stop_of_the_draft_stands_only_where_that_is_allowed(small_target) -> None:  # type: ignore[no-untyped-def]
     target = small_target("llama")
     logits = torch.zeros(1, 2, 64)
     logits[0, :, 7] = 5.0
@@ -230,6 +230,9 @@ def test_a_stop_of_the_draft_never_stands_where_the_target_goes_on(small_target)
         verifier = ArbitrationVerifier(target, AlwaysDraft())
         [verdict] = getattr(verifier, way)([tree], logits, [Request(0, [1], tokens=[1])], None)
         assert (verdict.path, verdict.pending, verdict.asked, verdict.kept) == ([], 7, 0, ())
+        verifier = ArbitrationVerifier(target, AlwaysDraft(), stops=True)
+        [verdict] = getattr(verifier, way)([tree], logits, [Request(0, [1], tokens=[1])], None)
+        assert (verdict.path, verdict.asked, verdict.kept) == ([0], 1, (0,))
 
 
 def test_a_stop_of_the_target_may_be_overruled(small_target) -> None:  # type: ignore[no-untyped-def]
