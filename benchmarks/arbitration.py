@@ -291,7 +291,8 @@ def measure(given: argparse.Namespace) -> None:
     target, rows = decoder.target, given.out / "shares.jsonl"
     plain = alone("target", target, target.fingerprint.to_dict(), asked, given.max_new_tokens, rows)
     tokens = decoder.settings.draft_tokens
-    runner = Runner(target, drafter, tokens, given.max_new_tokens, ROWS)
+    stops = bool(artifact.settings["stops"]) if artifact else given.stops
+    runner = Runner(target, drafter, tokens, given.max_new_tokens, stops, ROWS)
     try:
         store = BranchStore(given.out / "branches", runner.describe())
         for done in explore(store, runner, asked[: given.explored], FIRST, ROWS):
@@ -315,7 +316,7 @@ def measure(given: argparse.Namespace) -> None:
     known = asked[: given.explored]
     result = {
         "settings": {**about(given, target), "questions": len(asked), "threshold": own, "draft_tokens": tokens,
-                     "draft": drafter.describe()},
+                     "stops": stops, "draft": drafter.describe()},
         "columns": summary(asked, found, [t.right for t in plain]),
         "ceiling": ceiling(store, known),
         "oracle": {
@@ -474,6 +475,7 @@ def main() -> None:
     parser.add_argument("--ratios", type=numbers, default=(0.3, 0.03))
     parser.add_argument("--rates", type=numbers, default=(0.5,), help="of random arbitration, without a policy")
     parser.add_argument("--questions", type=int, default=2100)
+    parser.add_argument("--stops", action="store_true", help="without a policy: a draft's stop token may end a text")
     parser.add_argument("--explored", type=int, default=200, help="questions that the oracle is told of")
     parser.add_argument("--timed", type=int, default=150, help="questions that speed is measured on")
     parser.add_argument("--gsm8k", help="a file in GSM8K's format, whose questions `shares` asks too")
