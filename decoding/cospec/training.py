@@ -343,7 +343,7 @@ def _warm_start(
     record: Record = {}
     for record, policy in fit(found, config):  # noqa: B007
         pass
-    summary: Record = {
+    record = {
         **record, "ties": round(float(found.ties.float().mean()), 4),
         "keep_better": int((found.keep & ~found.take).sum()), "take_better": int((found.take & ~found.keep).sum()),
     }  # fmt: skip
