@@ -291,7 +291,7 @@ def measure(given: argparse.Namespace) -> None:
     target, rows = decoder.target, given.out / "shares.jsonl"
     plain = alone("target", target, target.fingerprint.to_dict(), asked, given.max_new_tokens, rows)
     tokens = decoder.settings.draft_tokens
-    stops = bool(artifact.settings["stops"]) if artifact else given.stops
+    stops = artifact is None or bool(artifact.settings["stops"])
     runner = Runner(target, drafter, tokens, given.max_new_tokens, stops, ROWS)
     try:
         store = BranchStore(given.out / "branches", runner.describe())
@@ -457,7 +457,7 @@ def named(text: str) -> dict[str, str]:
 
 
 def numbers(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(","))
+    return tuple(float(part) for part in text.split(",") if part)
 
 
 def main() -> None:
@@ -475,7 +475,6 @@ def main() -> None:
     parser.add_argument("--ratios", type=numbers, default=(0.3, 0.03))
     parser.add_argument("--rates", type=numbers, default=(0.5,), help="of random arbitration, without a policy")
     parser.add_argument("--questions", type=int, default=2100)
-    parser.add_argument("--stops", action="store_true", help="without a policy: a draft's stop token may end a text")
     parser.add_argument("--explored", type=int, default=200, help="questions that the oracle is told of")
     parser.add_argument("--timed", type=int, default=150, help="questions that speed is measured on")
     parser.add_argument("--gsm8k", help="a file in GSM8K's format, whose questions `shares` asks too")
