@@ -237,8 +237,8 @@ def _read(part: Path) -> list[Run]:
         for line in lines:
             decisions = tuple(bool(d) for d in line["decisions"])
             places = tuple(
-                Place(*(int(x) for x in m), states[at + i])
-                for i, m in zip(range(len(decisions)), line["mismatches"], strict=True)
+                Place(int(target), int(draft), int(position), states[at + i])
+                for i, (target, draft, position) in zip(range(len(decisions)), line["mismatches"], strict=True)
             )
             outcome = Outcome(bool(line["right"]), len(line["tokens"]), int(line["forwards"]))
             at += len(decisions)
@@ -274,7 +274,7 @@ class Runner:
         drafter: DraftModelDrafter,
         draft_tokens: int,
         max_new_tokens: int,
-        stops: bool = False,
+        stops: bool = True,
         rows: int = 32,
     ) -> None:
         self.target, self.max_new_tokens = target, max_new_tokens

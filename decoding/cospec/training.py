@@ -59,13 +59,13 @@ Record = dict[str, Any]
 class CoSpecConfig:
     """How an arbitration policy is trained."""
 
-    draft_tokens: int = 8
+    draft_tokens: int = 4
     """Tokens that the draft model drafts at a step."""
     max_new_tokens: int = 32
     """Longest answer."""
-    stops: bool = False
-    """Whether a draft's stop token may end an answer that the target would go on with."""
-    first: int = 3
+    stops: bool = True
+    """Whether a draft's stop token may stand where the target would go on."""
+    first: int = 2
     """Of how many of an answer's first mismatches both branches are followed."""
     validation: float = 0.25
     """Share of the questions that nothing is trained on, and the threshold is chosen on."""
@@ -200,7 +200,7 @@ def train_on(
         store.flush()
     best = max(results, key=lambda r: (r["reward"], r["threshold"]))
     chosen = {"ppo": policy, "warm": warm}[best["policy"]]
-    record = {
+    summary: Record = {
         "config": asdict(config),
         "shares": found,
         "thresholds": results,
@@ -215,10 +215,10 @@ def train_on(
             "threshold": best["threshold"], "state": list(STATE), "draft_tokens": config.draft_tokens,
             "stops": config.stops,
         },
-        record=json.loads(json.dumps(record)),
+        record=json.loads(json.dumps(summary)),
     )  # fmt: skip
     artifact.save(folder)
-    yield {"stage": "done", **best, **record["oracle"]}
+    yield {"stage": "done", **best, **summary["oracle"]}
     return artifact
 
 
