@@ -96,9 +96,13 @@ class PolicyArbiter:
         return cls(artifact.networks["arbitration"], float(chosen))
 
     def decide(self, asked: Asked) -> torch.Tensor:
-        if self.threshold == 1:
+        if self.threshold == 1:  # no states are needed
             return torch.zeros(len(asked), dtype=torch.bool, device=asked.positions.device)
-        return keep_probability(self.policy, asked.states) >= self.threshold
+        return self.choose(asked.states)
+
+    def choose(self, states: torch.Tensor) -> torch.Tensor:
+        """Bool [m], for states [m, features]."""
+        return (keep_probability(self.policy, states) >= self.threshold) & (self.threshold < 1)
 
     def describe(self) -> dict[str, Any]:
         digest = hashlib.sha256()
