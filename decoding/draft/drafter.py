@@ -23,6 +23,7 @@ from activations.linear import Product
 from activations.sampling import Sampling
 from activations.target import Target
 from decoding.budgets import Budget, FixedBudget, Growth
+from decoding.digest import in_bytes
 from decoding.request import Request
 from decoding.rows import Rows
 from decoding.tree import DraftTree
@@ -154,7 +155,7 @@ class DraftModelDrafter:
         digest = hashlib.sha256()
         for name, tensor in sorted(self.model.layers.state_dict().items()):
             digest.update(name.encode())
-            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(in_bytes(tensor))
         return digest.hexdigest()[:16]
 
     def start(self, request: Request, features: torch.Tensor | None) -> None:
@@ -291,8 +292,9 @@ class DraftModelDrafter:
             self._held[request] = _Held(len(request.tokens), drafted[:-1])
             n = budget.size(Growth(score, n, 1, len(request.tokens)))
             chain = DraftTree.chain(drafted[:n], self.name, logq.tolist()[:n])
-            silent = laws is None or (request.sampling.greedy and not self.tells)
-            trees.append(chain if silent else replace(chain, q_logits=laws[i, :n]))
+            if laws is not None and (self.tells or not request.sampling.greedy):
+                chain = replace(chain, q_logits=laws[i, :n])
+            trees.append(chain)
         return trees
 
     # -- drawing ------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from activations.linear import Product
 from activations.target import Target
 from decoding.budgets import Budget, Growth, Pace
+from decoding.digest import in_bytes
 from decoding.eagle.head import ACTIVATIONS, EagleHead, HeadError, HeadWarning, rms_norm
 from decoding.eagle.rope import rotate, table
 from decoding.request import Request
@@ -208,7 +209,7 @@ class EagleDrafter:
         first = self._blocks[0]
         for product in (self._fc, first.q, first.gate_up, self._head):
             if product is not None:
-                digest.update(product.dense.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+                digest.update(in_bytes(product.dense))
         return {
             **self.config.to_dict(),
             "name": self.name,

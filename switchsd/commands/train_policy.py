@@ -19,6 +19,7 @@ from switchsd.options import UsageError, check_folder
 from switchsd.show import LINE_SECONDS, AsJson, as_json, bar, counted, notes, out, table
 
 if TYPE_CHECKING:
+    from activations.corpus import Prompt
     from decoding.answers import Question
     from decoding.policies.policy import PolicyArtifact
 
@@ -53,7 +54,9 @@ def ltd(
     check_installed()
     if folder is not None:
         check_folder(folder)
-    asked = {Path(source).stem or source: chosen_prompts(source, None) for source in prompts or ()}
+    asked: dict[str, list[Prompt]] = {}
+    for source in prompts or ():
+        asked.setdefault(Path(source).stem, []).extend(chosen_prompts(source, None))
     asked = asked or {"train": chosen_prompts(None, "train")}
     with bar(f"loading {target}"):
         decoder = load(target, None, drafter, draft=None, policy=None, **asdict(loading))

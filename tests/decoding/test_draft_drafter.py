@@ -321,6 +321,16 @@ def test_described_by_its_weights(small_target: Callable[..., Target]) -> None:
     assert one.drawing("keyed") is one
 
 
+def test_known_again_in_another_precision(small_target: Callable[..., Target]) -> None:
+    """A policy or a log that was made in bfloat16 is good for the same draft in float32."""
+    target = small_target("llama")
+    rounded = draft_of(target)
+    rounded.layers.bfloat16().float()  # as from a file
+    other = copy.deepcopy(rounded)
+    other.layers.bfloat16()
+    assert DraftModelDrafter(target, rounded).describe() == DraftModelDrafter(target, other).describe()
+
+
 def test_what_cannot_draft(small_target: Callable[..., Target]) -> None:
     target = small_target("llama")
     model: Any = Counted(draft_of(target))

@@ -224,10 +224,11 @@ def head_folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> 
 
 @pytest.fixture(scope="module")
 def prompt_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Ten short prompts from two sources."""
+    """Ten short prompts from two sources, one of them in two files."""
     folder = tmp_path_factory.mktemp("prompts")
-    files = [folder / "notes.jsonl", folder / "mail.jsonl"]
-    for file, letters in zip(files, ("abcde", "fghij"), strict=True):
+    files = [folder / "notes.jsonl", folder / "mail.jsonl", folder / "more" / "notes.jsonl"]
+    for file, letters in zip(files, ("abcd", "fghij", "e"), strict=True):
+        file.parent.mkdir(exist_ok=True)
         file.write_text("\n".join(json.dumps({"prompt": f"{letter * 3} {letter} ?"}) for letter in letters))
     return files
 
@@ -335,7 +336,7 @@ def test_wrong_settings_of_a_tree(
 def test_too_few_prompts_and_no_head(
     run: Run, tiny_folder: Path, head_folder: Path, prompt_files: list[Path], priced: None, tmp_path: Path
 ) -> None:
-    command = ltd_command(tiny_folder, head_folder, prompt_files[:1])
+    command = ltd_command(tiny_folder, head_folder, prompt_files[1:2])
     code, _, err = run(*command, "--out", tmp_path)
     assert (code, "5 logged texts are too few to train on some and to judge by others" in err) == (FAILURE, True), err
     code, _, err = run("train-policy", "ltd", "--target", tiny_folder)
