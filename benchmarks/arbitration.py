@@ -24,13 +24,12 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from decoding.cospec.training import agreement
 
 from activations.generation import Request, complete
 from activations.provenance import provenance
@@ -42,6 +41,7 @@ from decoding.columns import ModeColumn, column
 from decoding.cospec.branches import BranchStore, Decisions, Explored, Place, Runner, examples, explore
 from decoding.cospec.branches import shares as branch_shares
 from decoding.cospec.state import STATE
+from decoding.cospec.training import agreement
 from decoding.cospec.verifier import keep_probability
 from decoding.costs import machine
 from decoding.decoder import Decoder
@@ -290,8 +290,9 @@ def measure(given: argparse.Namespace) -> None:
     asked = held_out(given.questions, given.seed)
     target, rows = decoder.target, given.out / "shares.jsonl"
     plain = alone("target", target, target.fingerprint.to_dict(), asked, given.max_new_tokens, rows)
-    tokens = int(artifact.settings["draft_tokens"]) if artifact else decoder.settings.draft_tokens
-    runner = Runner(target, drafter, tokens, given.max_new_tokens, ROWS)
+    tokens = decoder.settings.draft_tokens
+    stops = artifact is None or bool(artifact.settings["stops"])
+    runner = Runner(target, drafter, tokens, given.max_new_tokens, stops, ROWS)
     try:
         store = BranchStore(given.out / "branches", runner.describe())
         for done in explore(store, runner, asked[: given.explored], FIRST, ROWS):
@@ -315,7 +316,7 @@ def measure(given: argparse.Namespace) -> None:
     known = asked[: given.explored]
     result = {
         "settings": {**about(given, target), "questions": len(asked), "threshold": own, "draft_tokens": tokens,
-                     "draft": drafter.describe()},
+                     "stops": stops, "draft": drafter.describe()},
         "columns": summary(asked, found, [t.right for t in plain]),
         "ceiling": ceiling(store, known),
         "oracle": {
@@ -372,9 +373,14 @@ def decisions(one: ModeColumn) -> dict[str, float]:
 
 
 def loaded(given: argparse.Namespace) -> tuple[Decoder, PolicyArtifact | None]:
+    """A decoder that drafts as many tokens as its policy was trained with, where nothing else is asked for."""
     policy = None if given.policy in (None, "none") else given.policy
     decoder = load(given.target, probe=None, drafter=None, draft=given.draft, policy=policy)
-    return decoder, decoder.policies.get("cospec")
+    artifact = decoder.policies.get("cospec")
+    trained = None if artifact is None else int(artifact.settings["draft_tokens"])
+    tokens = given.draft_tokens or trained or decoder.settings.draft_tokens
+    decoder.settings = replace(decoder.settings, draft_tokens=tokens)
+    return decoder, artifact
 
 
 def about(given: argparse.Namespace, target: Target) -> dict[str, Any]:
@@ -451,7 +457,7 @@ def named(text: str) -> dict[str, str]:
 
 
 def numbers(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(","))
+    return tuple(float(part) for part in text.split(",") if part)
 
 
 def main() -> None:
@@ -464,11 +470,12 @@ def main() -> None:
     )
     parser.add_argument("--draft", default=AUTO, help="a draft model's folder; auto: one that fits")
     parser.add_argument("--policy", help="an arbitration policy's folder; without one the baselines run alone")
-    parser.add_argument("--thresholds", type=numbers, default=(0.3, 0.5, 0.7, 0.9))
-    parser.add_argument("--ratios", type=numbers, default=(0.5, 0.1, 0.02))
+    parser.add_argument("--draft-tokens", type=int, help="drafted at a step; by default as the policy was trained")
+    parser.add_argument("--thresholds", type=numbers, default=(0.3, 0.5, 0.8))
+    parser.add_argument("--ratios", type=numbers, default=(0.3, 0.03))
     parser.add_argument("--rates", type=numbers, default=(0.5,), help="of random arbitration, without a policy")
     parser.add_argument("--questions", type=int, default=2100)
-    parser.add_argument("--explored", type=int, default=400, help="questions that the oracle is told of")
+    parser.add_argument("--explored", type=int, default=200, help="questions that the oracle is told of")
     parser.add_argument("--timed", type=int, default=150, help="questions that speed is measured on")
     parser.add_argument("--gsm8k", help="a file in GSM8K's format, whose questions `shares` asks too")
     parser.add_argument("--seed", type=int, default=1000, help="of the questions")

@@ -12,7 +12,7 @@ from activations.matching.match import MatchConfig
 from activations.matching.shared import SharedConfig, SharedStore
 from activations.target import Target
 from decoding.budgets import FixedBudget, PricedBudget
-from decoding.cospec.verifier import ArbitrationVerifier, PolicyArbiter
+from decoding.cospec.verifier import ArbitrationVerifier
 from decoding.draft.drafter import DraftModelDrafter
 from decoding.drafters import CopyDrafter, Drafter
 from decoding.gates import COPY, Always, BanditGate, Choice, Gate, MatchLengthGate, Never, ProbeGate
@@ -357,9 +357,12 @@ def _cospec(parts: Parts) -> Plan:
     drafter = parts.draft_model("mode 'cospec'")
     if not isinstance(drafter, DraftModelDrafter):
         raise DecodingError("mode 'cospec' needs a draft model that tells its probabilities: use mode sd")
+    if parts.settings.neural_tree == "learned":
+        parts.learned_budget(DRAFT)  # says why not
     policy = parts.policy("cospec", drafter)
-    arbiter = PolicyArbiter.of(policy, parts.settings.arbitration)
-    return Plan(Always(parts.choice(DRAFT)), (drafter.telling(),), verifier=ArbitrationVerifier(parts.target, arbiter))
+    verifier = ArbitrationVerifier.of(parts.target, policy, parts.settings.arbitration)
+    n = policy.settings["draft_tokens"]  # as it was trained: this mode's text depends on where blocks end
+    return Plan(Always(Choice(DRAFT, FixedBudget(n, n))), (drafter.telling(),), verifier=verifier)
 
 
 def _smcsd(parts: Parts) -> Plan:

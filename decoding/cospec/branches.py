@@ -31,7 +31,7 @@ from activations.target import Target
 from decoding.answers import Question, right
 from decoding.budgets import FixedBudget
 from decoding.cospec.state import STATE
-from decoding.cospec.verifier import ArbitrationVerifier, ScriptedArbiter
+from decoding.cospec.verifier import Arbiter, ArbitrationVerifier, ScriptedArbiter
 from decoding.draft.drafter import DraftModelDrafter
 from decoding.engine import Commit, Engine
 from decoding.gates import Always, Choice
@@ -237,8 +237,8 @@ def _read(part: Path) -> list[Run]:
         for line in lines:
             decisions = tuple(bool(d) for d in line["decisions"])
             places = tuple(
-                Place(*(int(x) for x in m), states[at + i])
-                for i, m in zip(range(len(decisions)), line["mismatches"], strict=True)
+                Place(int(target), int(draft), int(position), states[at + i])
+                for i, (target, draft, position) in zip(range(len(decisions)), line["mismatches"], strict=True)
             )
             outcome = Outcome(bool(line["right"]), len(line["tokens"]), int(line["forwards"]))
             at += len(decisions)
@@ -260,8 +260,9 @@ class Writer(Protocol):
         """What the answers depend on, for JSON."""
         ...
 
-    def run(self, jobs: Sequence[Job]) -> list[Run]:
-        """The answers, in the order of the jobs."""
+    def run(self, jobs: Sequence[Job], rest: Arbiter | None = None) -> list[Run]:
+        """The answers, in the order of the jobs. `rest` decides where a script has ended; by default the target's
+        tokens are taken."""
         ...
 
 
@@ -274,7 +275,7 @@ class Runner:
         drafter: DraftModelDrafter,
         draft_tokens: int,
         max_new_tokens: int,
-        stops: bool = False,
+        stops: bool = True,
         rows: int = 32,
     ) -> None:
         self.target, self.max_new_tokens = target, max_new_tokens
@@ -295,13 +296,14 @@ class Runner:
         """What the answers depend on, for JSON."""
         return self._describes
 
-    def run(self, jobs: Sequence[Job]) -> list[Run]:
-        """The answers, in the order of the jobs; those to one question are best side by side."""
+    def run(self, jobs: Sequence[Job], rest: Arbiter | None = None) -> list[Run]:
+        """The answers, in the order of the jobs; those to one question are best side by side. `rest` decides where a
+        script has ended; by default the target's tokens are taken."""
         requests = [
             Request(i, self.target.encode_messages(job.question.messages), self.max_new_tokens)
             for i, job in enumerate(jobs)
         ]
-        self._arbiter.scripts = {i: job.script for i, job in enumerate(jobs)}
+        self._arbiter.scripts, self._arbiter.rest = {i: job.script for i, job in enumerate(jobs)}, rest
         runs: list[Run | None] = [None] * len(jobs)
 
         def ended(commit: Commit) -> bool:
@@ -383,10 +385,16 @@ def explore(
 
 
 class Explored:
-    """Questions by number, whose branches are looked up, and written where nobody has been."""
+    """Questions by number, whose branches are looked up, and written where nobody has been.
 
-    def __init__(self, store: BranchStore, runner: Writer, questions: Sequence[Question]) -> None:
-        self.store, self.questions = store, questions
+    Who goes somewhere goes on: `rest` says how an answer that has to be written is likely to continue, so that its next
+    mismatches are known too.
+    """
+
+    def __init__(
+        self, store: BranchStore, runner: Writer, questions: Sequence[Question], rest: Arbiter | None = None
+    ) -> None:
+        self.store, self.questions, self.rest = store, questions, rest
         self._runner = runner
         self._keys = [identity(question) for question in questions]
 
@@ -401,7 +409,7 @@ class Explored:
         """Go there: afterwards `at` knows each of these."""
         for start in range(0, len(wanted), PART):
             jobs = [Job(self.questions[q], decisions) for q, decisions in wanted[start : start + PART]]
-            self.store.keep(self._runner.run(jobs), jobs)
+            self.store.keep(self._runner.run(jobs, self.rest), jobs)
 
     def mixed(self, question: int) -> bool:
         """Whether some of its answers are known to be right and some to be wrong."""

@@ -119,7 +119,7 @@ class ArbitrationEnvironment(VecEnv):
             own = self._reward(end)
             rewards[number] = own - np.mean(slot.rewards)
             infos[number] = {
-                "terminal_observation": np.zeros(self.observation_space.shape, np.float32),
+                "terminal_observation": np.zeros(len(STATE), np.float32),
                 "TimeLimit.truncated": False,
                 "metrics": {
                     "right": float(end.right),

@@ -40,7 +40,7 @@ from decoding.cospec.branches import (
     shares,
 )
 from decoding.cospec.state import STATE
-from decoding.cospec.verifier import KEEP, TAKE, keep_probability
+from decoding.cospec.verifier import KEEP, TAKE, PolicyArbiter
 from decoding.draft.drafter import DraftModelDrafter
 from decoding.policies.policy import CONFIG as POLICY
 from decoding.policies.policy import Policy, PolicyArtifact, PolicyError, differences
@@ -59,13 +59,13 @@ Record = dict[str, Any]
 class CoSpecConfig:
     """How an arbitration policy is trained."""
 
-    draft_tokens: int = 8
+    draft_tokens: int = 4
     """Tokens that the draft model drafts at a step."""
     max_new_tokens: int = 32
     """Longest answer."""
-    stops: bool = False
-    """Whether a draft's stop token may end an answer that the target would go on with."""
-    first: int = 3
+    stops: bool = True
+    """Whether a draft's stop token may stand where the target would go on."""
+    first: int = 2
     """Of how many of an answer's first mismatches both branches are followed."""
     validation: float = 0.25
     """Share of the questions that nothing is trained on, and the threshold is chosen on."""
@@ -84,17 +84,17 @@ class CoSpecConfig:
     """What tokens per forward of the target count, in units of the target's own answers', beside a right answer's 1."""
     group: int = 8
     """Answers to a question that are compared with one another."""
-    timesteps: int = 60_000
+    timesteps: int = 40_960
     """Decisions that PPO learns from."""
-    environments: int = 32
+    environments: int = 64
     """Answers that it writes side by side."""
-    steps: int = 64
+    steps: int = 32
     """Decisions in each between two updates."""
     batch: int = 256
     """Decisions of a gradient step."""
     epochs: int = 4
     """How often an update goes over its decisions."""
-    learning_rate: float = 3e-4
+    learning_rate: float = 1e-3
     """Peak of PPO's."""
     clip: float = 0.2
     """How far an update may move a decision's probability, as a share of it."""
@@ -179,11 +179,14 @@ def train_on(
         reference = reference_speed(store, trained)
         warm = yield from _warm_start(store, trained, folder / "warm", config, target)
         yield {"stage": "warm start", **_agreements(warm, store, validated, 0.5)}
-        from decoding.cospec.environment import ArbitrationEnvironment
+        from decoding.cospec.environment import ArbitrationEnvironment, result_of
 
-        environment = ArbitrationEnvironment(
-            Explored(store, runner, trained), config.environments, config.group, config.speed, reference
-        )
+        start = PolicyArbiter(warm, 0.5)
+        answers = Explored(store, runner, trained, start)
+        environment = ArbitrationEnvironment(answers, config.environments, config.group, config.speed, reference)
+        own = result_of(answers, start.choose, config.speed, reference)  # which writes what PPO begins with
+        store.flush()
+        yield {"stage": "warm start", **_rounded(own._asdict())}
         subject = {"what": KIND, "questions": len(trained), "group": config.group, "speed": config.speed}
         steps = train_ppo(environment, config.ppo, folder / "ppo", initial=warm, subject=subject)
         while True:
@@ -193,14 +196,13 @@ def train_on(
                 policy: Policy = end.value
                 break
         store.flush()
-        results = yield from _thresholds(
-            {"ppo": policy, "warm": warm}, Explored(store, runner, validated), config, reference
-        )
+        judged = Explored(store, runner, validated)
+        results = yield from _thresholds({"ppo": policy, "warm": warm}, judged, config, reference)
     finally:
         store.flush()
     best = max(results, key=lambda r: (r["reward"], r["threshold"]))
     chosen = {"ppo": policy, "warm": warm}[best["policy"]]
-    record = {
+    summary: Record = {
         "config": asdict(config),
         "shares": found,
         "thresholds": results,
@@ -215,10 +217,10 @@ def train_on(
             "threshold": best["threshold"], "state": list(STATE), "draft_tokens": config.draft_tokens,
             "stops": config.stops,
         },
-        record=json.loads(json.dumps(record)),
+        record=json.loads(json.dumps(summary)),
     )  # fmt: skip
     artifact.save(folder)
-    yield {"stage": "done", **best, **record["oracle"]}
+    yield {"stage": "done", **best, **summary["oracle"]}
     return artifact
 
 
@@ -362,7 +364,7 @@ def agreement(policy: Policy, found: Examples, threshold: float) -> dict[str, fl
     taking the target's token and always keeping the draft's get."""
     if not len(found.states):
         return {"mismatches": 0}
-    kept = keep_probability(policy, found.states) >= threshold if threshold < 1 else torch.zeros_like(found.keep)
+    kept = PolicyArbiter(policy, threshold).choose(found.states)
     same = (kept == found.keep) | found.ties
     clear = ~found.ties
     n = max(int(clear.sum()), 1)
@@ -396,14 +398,12 @@ def _thresholds(
     results: list[Record] = []
     for name, policy in policies.items():
         for threshold in THRESHOLDS:
-
-            def decide(states: torch.Tensor, policy: Policy = policy, threshold: float = threshold) -> torch.Tensor:
-                if threshold == 1:
-                    return torch.zeros(len(states), dtype=torch.bool)
-                return keep_probability(policy, states) >= threshold
-
-            found = result_of(answers, decide, config.speed, reference)
-            rounded = {k: round(v, 5) for k, v in found._asdict().items()}
-            results.append({"policy": name, "threshold": threshold, **rounded})
+            answers.rest = arbiter = PolicyArbiter(policy, threshold)
+            found = result_of(answers, arbiter.choose, config.speed, reference)
+            results.append({"policy": name, "threshold": threshold, **_rounded(found._asdict())})
             yield {"stage": "threshold", **results[-1]}
     return results
+
+
+def _rounded(values: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 5) for name, value in values.items()}

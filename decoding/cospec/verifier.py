@@ -96,9 +96,13 @@ class PolicyArbiter:
         return cls(artifact.networks["arbitration"], float(chosen))
 
     def decide(self, asked: Asked) -> torch.Tensor:
-        if self.threshold == 1:
+        if self.threshold == 1:  # no states are needed
             return torch.zeros(len(asked), dtype=torch.bool, device=asked.positions.device)
-        return keep_probability(self.policy, asked.states) >= self.threshold
+        return self.choose(asked.states)
+
+    def choose(self, states: torch.Tensor) -> torch.Tensor:
+        """Bool [m], for states [m, features]."""
+        return (keep_probability(self.policy, states) >= self.threshold) & (self.threshold < 1)
 
     def describe(self) -> dict[str, Any]:
         digest = hashlib.sha256()
@@ -226,15 +230,15 @@ class ArbitrationVerifier(Verifier):
     """Follows the target, but where its token differs from the drafted one an arbiter says which stands. For chains
     whose drafter tells what it thinks (`q_logits`).
 
-    A draft's stop token never stands where the target goes on, unless `stops` allows that too. Behind a stop token
-    nothing is asked.
+    A draft's stop token may stand where the target would go on; not so without `stops`. Behind a stop token nothing is
+    asked.
     """
 
     lossless = False
     keyed = False
     opens = True
 
-    def __init__(self, target: Target, arbiter: Arbiter, stops: bool = False, records: bool = False) -> None:
+    def __init__(self, target: Target, arbiter: Arbiter, stops: bool = True, records: bool = False) -> None:
         """`stops`: the arbiter may end a text by the draft's stop token. `records`: keep every decision, with its
         state, until the request is closed."""
         self.arbiter = arbiter
@@ -242,6 +246,19 @@ class ArbitrationVerifier(Verifier):
         self.records = records
         self._target = target
         self._running: dict[Request, Running] = {}
+
+    @classmethod
+    def of(cls, target: Target, artifact: PolicyArtifact, threshold: float | None = None) -> ArbitrationVerifier:
+        """With the artifact's policy and rules, and by default its threshold. Raises PolicyError where the artifact
+        lacks any of them, or was trained on other states than these."""
+        settings = artifact.settings
+        stops, tokens = settings.get("stops"), settings.get("draft_tokens")
+        if not isinstance(stops, bool) or type(tokens) is not int or tokens < 1:
+            raise PolicyError(
+                f"the arbitration policy has stops={stops!r} and draft_tokens={tokens!r}; they must be true or false, "
+                "and a count: train it again with `switchsd train-policy cospec`"
+            )
+        return cls(target, PolicyArbiter.of(artifact, threshold), stops)
 
     def describe(self) -> dict[str, Any]:
         """Settings that the text depends on, for JSON."""
@@ -404,14 +421,11 @@ class ArbitrationVerifier(Verifier):
                 for row, tree in enumerate(trees):
                     if len(tree):
                         told[row, : len(tree)] = _told(tree).to(device)
-                previous = torch.cat([last[:, None], token[:, : n - 1]], 1)
-                fields = [chosen, token, slot.expand(b, -1), positions - prompts[:, None]]
-                fields = [f[:, :n] for f in fields]
-                after = [asked_before, kept_before, last_before, drafted_before, matched_before]
-                return Mismatches(
-                    logits[:, :n].flatten(0, 1), told.flatten(0, 1), *(f.flatten() for f in fields[:2]),
-                    previous.flatten(), *(f.flatten() for f in [*fields[2:], *(f[:, :n] for f in after)]),
-                )  # fmt: skip
+                previous = torch.cat([last[:, None], token[:, :n]], 1)
+                before_it = [asked_before, kept_before, last_before, drafted_before, matched_before]
+                fields = [chosen, token, previous, slot.expand(b, -1), positions - prompts[:, None], *before_it]
+                logits_told = logits[:, :n].flatten(0, 1), told.flatten(0, 1)
+                return Mismatches(*logits_told, *(column[:, :n].flatten() for column in fields))
 
             each = [request for request in requests for _ in range(n)]
             put = Asked(each, positions[:, :n].flatten(), asked_before[:, :n].flatten(), mismatches, classes)

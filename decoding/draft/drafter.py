@@ -292,8 +292,9 @@ class DraftModelDrafter:
             self._held[request] = _Held(len(request.tokens), drafted[:-1])
             n = budget.size(Growth(score, n, 1, len(request.tokens)))
             chain = DraftTree.chain(drafted[:n], self.name, logq.tolist()[:n])
-            silent = laws is None or (request.sampling.greedy and not self.tells)
-            trees.append(chain if silent else replace(chain, q_logits=laws[i, :n]))
+            if laws is not None and (self.tells or not request.sampling.greedy):
+                chain = replace(chain, q_logits=laws[i, :n])
+            trees.append(chain)
         return trees
 
     # -- drawing ------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ class ReplaySource:
         place = self._end - int(lengths[: first + 1].sum()) + place
         while self._at < place:
             self._last = self._at
-            self._on(self.reference().tokens)
+            self._on(int(self.reference().tokens))
 
     def begin(self) -> Growth:
         if self._at >= self._end:
@@ -146,7 +146,7 @@ class ReplaySource:
     def finish(self, size: int) -> Step:
         self._last = self._at
         step = self._step(self._depth, size)
-        self._on(step.tokens)
+        self._on(int(step.tokens))
         return step
 
     def reference(self) -> Step:
@@ -326,8 +326,7 @@ class _StepEnv(gymnasium.Env[Observation, np.int64]):
     def _begin(self) -> Observation:
         raise NotImplementedError
 
-    def _box(self, features: int) -> spaces.Box:
-        # The newest scores lie between FLOOR and 0, lengths and depths above.
+    def _box(self, features: int) -> Any:
         return spaces.Box(-np.inf, np.inf, (features,), np.float32)
 
     def _finish(self, size: int) -> tuple[float, dict[str, Any]]:

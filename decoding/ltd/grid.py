@@ -83,7 +83,7 @@ def replay(outcomes: Outcomes, clock: Clock, budget: Budget, texts: Sequence[int
     sums, steps = np.zeros((2, len(chosen))), np.zeros(len(chosen), np.int64)
     while (going := np.flatnonzero(at < ends)).size:
         here = at[going]
-        known = np.divide(*pace[:, going], out=np.zeros(len(going)), where=pace[1, going] > 0)
+        known = pace[0, going] / np.maximum(pace[1, going], 1.0)  # no step counts less than 1
         depths, sizes = decide(outcomes, budget, here, known)
         accepted = (outcomes.ranks[here, depths - 1] < sizes[:, None]).sum(-1)
         tokens = np.minimum(accepted + 1, outcomes.ahead[here])
@@ -167,10 +167,9 @@ def grid(outcomes: Outcomes, clock: Clock, sizes: Sequence[int]) -> list[Fixed]:
 def oracle(outcomes: Outcomes, clock: Clock, sizes: Sequence[int], depth: int | None = None) -> Rate:
     """At each step the best tree in hindsight, of those of one depth where it is given: tokens less the time at the
     rate that this very choice reaches."""
-    tokens, milliseconds = outcomes.tokens(sizes), outcomes.milliseconds(clock, sizes)
-    if depth is not None:
-        tokens, milliseconds = tokens[:, depth - 1 : depth], milliseconds[:, depth - 1 : depth]
-    tokens, milliseconds = (x.reshape(len(outcomes), -1) for x in (tokens, milliseconds))
+    among = slice(None) if depth is None else slice(depth - 1, depth)
+    tokens = outcomes.tokens(sizes)[:, among].reshape(len(outcomes), -1)
+    milliseconds = outcomes.milliseconds(clock, sizes)[:, among].reshape(len(outcomes), -1)
     usual, every = float(tokens.mean() / milliseconds.mean()), np.arange(len(outcomes))
     for _ in range(4):
         best = (tokens - usual * milliseconds).argmax(1)

@@ -12,7 +12,8 @@ PATIENCE = 512
 class Step(NamedTuple):
     """What a step of decoding gave."""
 
-    tokens: int
+    tokens: float
+    """A whole number, but of a typical step."""
     milliseconds: float
 
 

@@ -73,7 +73,7 @@ class LTDConfig:
     """Sizes that the size policy chooses from."""
     every: int = 1
     """The depth policy is asked at each n-th level only."""
-    rounds: int = 2
+    rounds: int = 1
     """How often each is trained again, with the other frozen."""
     max_new_tokens: int = 128
     """Tokens of an answer that is logged."""
@@ -81,15 +81,15 @@ class LTDConfig:
     """Answers written at a time."""
     overhead: float = 0.7
     """Milliseconds of a step besides drafting and verifying."""
-    size_timesteps: int = 160_000
+    size_timesteps: int = 100_000
     """Decisions that the size policy learns from in a stage."""
-    depth_timesteps: int = 240_000
+    depth_timesteps: int = 160_000
     """Decisions that the depth policy learns from in a stage."""
     environments: int = 64
     """Texts that are replayed side by side."""
-    steps: int = 64
+    steps: int = 32
     """Decisions in each between two updates."""
-    batch: int = 1024
+    batch: int = 256
     """Decisions of a gradient step."""
     epochs: int = 4
     """How often an update goes over its decisions."""

@@ -16,6 +16,7 @@ import torch
 from decoding.answers import Question
 from decoding.cospec.branches import Job, Outcome, Place, Run, identity
 from decoding.cospec.state import STATE
+from decoding.cospec.verifier import Arbiter
 
 BEST = 0.5
 """Of the first feature: where the draft's token becomes the likelier one."""
@@ -25,6 +26,16 @@ def toy_questions(count: int, seed: int = 0) -> list[Question]:
     return [
         Question(f"toy-{i}", "lookup", 1, ({"role": "user", "content": f"{seed} {i}"},), "right") for i in range(count)
     ]
+
+
+class Seen:
+    """A mismatch that is put to an arbiter."""
+
+    def __init__(self, states: torch.Tensor) -> None:
+        self.states = self.positions = states
+
+    def __len__(self) -> int:
+        return len(self.states)
 
 
 class Toy:
@@ -38,15 +49,15 @@ class Toy:
     def describe(self) -> dict[str, Any]:
         return {"toy": 1}
 
-    def run(self, jobs: Sequence[Job]) -> list[Run]:
+    def run(self, jobs: Sequence[Job], rest: Arbiter | None = None) -> list[Run]:
         if self._left is not None:
             self._left -= len(jobs)
             if self._left < 0:
                 raise KeyboardInterrupt
         self.written += len(jobs)
-        return [self._answer(job) for job in jobs]
+        return [self._answer(job, rest) for job in jobs]
 
-    def _answer(self, job: Job) -> Run:
+    def _answer(self, job: Job, rest: Arbiter | None) -> Run:
         key = identity(job.question)
         count = 0 if self.agrees else random.Random(f"{key} count").randint(1, 3)
         right, decisions, places = not self.hopeless, [], []
@@ -54,7 +65,10 @@ class Toy:
             rng = random.Random(f"{key} {decisions}")
             state = torch.zeros(len(STATE))
             state[:3] = torch.tensor([rng.uniform(-1, 1) for _ in range(3)])
-            keep = n < len(job.script) and job.script[n]
+            if n < len(job.script):
+                keep = job.script[n]
+            else:
+                keep = rest is not None and bool(rest.decide(Seen(state[None]))[0])  # type: ignore[arg-type]
             draft_right = rng.random() < float(torch.sigmoid(4 * state[0] - 2))
             right = right and keep == draft_right
             decisions.append(keep)

@@ -227,10 +227,10 @@ def test_a_stop_of_the_draft_stands_only_where_that_is_allowed(small_target) -> 
     tree = DraftTree.chain([STOP], "draft")
     tree = DraftTree(tree.tokens, tree.parents, tree.source, tree.logq, q_logits=torch.zeros(1, 64))
     for way in ("_accept_lazily", "_accept_at_once"):
-        verifier = ArbitrationVerifier(target, AlwaysDraft())
+        verifier = ArbitrationVerifier(target, AlwaysDraft(), stops=False)
         [verdict] = getattr(verifier, way)([tree], logits, [Request(0, [1], tokens=[1])], None)
         assert (verdict.path, verdict.pending, verdict.asked, verdict.kept) == ([], 7, 0, ())
-        verifier = ArbitrationVerifier(target, AlwaysDraft(), stops=True)
+        verifier = ArbitrationVerifier(target, AlwaysDraft())
         [verdict] = getattr(verifier, way)([tree], logits, [Request(0, [1], tokens=[1])], None)
         assert (verdict.path, verdict.asked, verdict.kept) == ([0], 1, (0,))
 

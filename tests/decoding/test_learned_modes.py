@@ -60,7 +60,7 @@ def tree_policy(target: Target, drafter: Drafter | None, seed: int = 0, only: Se
 def arbiter(target: Target, drafter: Drafter | None, threshold: float = 0.5) -> PolicyArtifact:
     told = None if drafter is None else drafter.describe()
     networks = {"arbitration": network(5, len(STATE), 2)}
-    used = {"state": list(STATE), "threshold": threshold}
+    used = {"state": list(STATE), "threshold": threshold, "draft_tokens": 5, "stops": False}
     return PolicyArtifact("cospec", target.fingerprint.to_dict(), told, networks, used)
 
 

@@ -56,9 +56,26 @@ def test_blocks_by_number_and_the_answer_for_machines(run: Run, whole: Path, tin
     assert json.loads((tmp_path / "draft" / "draft.json").read_text())["blocks"] == [0, 1, 7]
 
 
+def test_a_draft_goes_on_from_another_with_questions(run: Run, whole: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    command = ("train", "draft", whole, "--target", tiny_folder, *QUICK)
+    assert run(*command, "--out", first, "--cut", "0,3")[0] == OK
+    more = ("--out", second, "--continue-from", first, "--questions", 20, "--question-share", 0.6, "--json")
+    code, out, err = run(*command, *more)
+    assert code == OK, err
+    saved = json.loads((second / "draft.json").read_text())
+    assert saved["blocks"] == [0, 3] and saved["runs"][-1]["config"]["questions"] == 20
+    assert json.loads(out)["answers"].keys() >= {"sum", "reverse"}
+    code, _, err = run(*command, *more, "--cut", "0,1")
+    assert (code, "holds blocks [0, 3], not [0, 1]: name those, or none" in err) == (FAILURE, True), err
+    code, _, err = run(*command, "--out", second, "--continue-from", tmp_path)
+    assert (code, "is no draft model" in err) == (FAILURE, True), err
+
+
 @pytest.mark.parametrize(
     ("more", "wanted", "message"),
     [
+        (("--question-share", 1), USAGE, "question_share is 1.0; it must be 0 or more and below 1"),
         (("--cut", "0;1"), USAGE, "--cut '0;1' is no list of block numbers"),
         (("--cut", "5,2"), USAGE, "--cut '5,2' is no list of increasing block numbers"),
         (("--cut", "2,2"), USAGE, "--cut '2,2' is no list of increasing block numbers"),
