@@ -91,7 +91,13 @@ def ltd(
     ]  # fmt: skip
     out.print(table(heads, rows))
     out.print(f"{where}: {last['name']}, the fastest on the texts that the choice was made on", soft_wrap=True)
-    out.print(f"Mode ltd takes it by itself: switchsd generate --target {target} --mode ltd")
+    if last["over_fixed"] < 1:
+        best = artifact.settings
+        notes.print(
+            "On the texts that were held back it is slower than the best fixed tree: train on more prompts, or use "
+            f"--neural-tree fixed --neural-nodes {best['fixed_nodes']} --neural-depth {best['fixed_depth']}"
+        )
+    out.print(f"To use it: {use(target, 'ltd', folder)}", soft_wrap=True)
 
 
 def timesteps_of(config: LTDConfig, stage: str) -> int:
@@ -161,10 +167,13 @@ def cospec(
     ]  # fmt: skip
     out.print(table(heads, rows))
     out.print(f"{where}: the policy of {last['policy']} at threshold {last['threshold']}", soft_wrap=True)
-    out.print(
-        "Mode cospec takes it by itself; its texts are not the target's: "
-        f"switchsd generate --target {target} --mode cospec"
-    )
+    out.print(f"To use it (what it writes is not the target's text): {use(target, 'cospec', folder)}", soft_wrap=True)
+
+
+def use(target: str, mode: str, folder: Path | None) -> str:
+    """A command that decodes with a policy; what was put into the cache is found by itself."""
+    named = f" --policy {folder}" if folder is not None else ""
+    return f"switchsd generate --target {target} --mode {mode}{named}"
 
 
 def read_questions(file: Path) -> list[Question]:
@@ -252,7 +261,7 @@ class Clock:
             return
         self._told = True
         minutes = spent / gained * (total - done) / 60
-        left = f"about {minutes:.0f} minutes" if minutes >= 1 else "less than a minute"
+        left = f"about {counted(round(minutes), 'minute')}" if minutes >= 1 else "less than a minute"
         notes.print(f"{stage}: {left} to go")
 
 

@@ -72,7 +72,8 @@ def test_a_policy_of_cospec_trains_into_the_users_cache_and_is_found_there(
     code, out, err = run(*command)
     assert code == OK, err
     where = cached("cospec", str(tiny_folder))
-    assert str(where) in out.replace("\n", "") and "--mode cospec" in out and "not the target's" in out
+    assert str(where) in out.replace("\n", "") and "not the target's text" in out
+    assert f"switchsd generate --target {tiny_folder} --mode cospec\n" in out
     assert "24 questions: the target and the draft answer each" in err
     assert "only the draft" in err and err.count("stage=ppo") == 1 == err.count("stage=branches")
     assert out.count("policy of warm") == 11 + out.count("policy of warm at")
@@ -305,7 +306,11 @@ def test_an_interrupted_training_of_a_tree_goes_on(
             code, _, err = run(*command, "--out", tmp_path / "cut")
         assert (code, f"go on from what is in {tmp_path / 'cut'}" in err) == (INTERRUPTED, True), err
         assert not (tmp_path / "cut" / "policy.json").exists()
-    assert run(*command, "--out", tmp_path / "cut")[0] == OK
+    code, out, err = run(*command, "--out", tmp_path / "cut")
+    assert (code, f"--mode ltd --policy {tmp_path / 'cut'}\n" in out) == (OK, True), out
+    made = json.loads((tmp_path / "cut" / "policy.json").read_text())["record"]
+    [chosen] = [r for r in made["stages"] if r["name"] == made["chosen"]]
+    assert ("it is slower than the best fixed tree" in err) == (chosen["over_fixed"] < 1)
     one, other = ((tmp_path / name / "policy.safetensors").read_bytes() for name in ("whole", "cut"))
     assert one == other
 
@@ -367,14 +372,18 @@ def test_levels_of_kinds() -> None:
 def test_what_takes_long_is_said_once_a_stage(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    now = iter([0.0, 10.0, 30.0, 60.0, 61.0, 82.0])
+    now = iter([0.0, 10.0, 30.0, 60.0, 61.0, 82.0, 90.0, 111.0])
     monkeypatch.setattr("switchsd.commands.train_policy.time.monotonic", lambda: next(now))
     clock = Clock()
     for done in (10, 20, 40, 70):  # 30 in 30 s
         clock.tell("branches", done, 340)
     clock.tell("ppo", 5, 10)
     clock.tell("ppo", 9, 10)
-    assert capsys.readouterr().err == "branches: about 5 minutes to go\nppo: less than a minute to go\n"
+    clock.tell("size", 0, 10)
+    clock.tell("size", 2, 10)
+    assert capsys.readouterr().err == (
+        "branches: about 5 minutes to go\nppo: less than a minute to go\nsize: about 1 minute to go\n"
+    )
 
 
 def test_a_training_that_is_stopped_before_anything_was_done(
