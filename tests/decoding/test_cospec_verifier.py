@@ -31,7 +31,7 @@ from decoding.draft.drafter import DraftModelDrafter
 from decoding.engine import Engine
 from decoding.gates import Always, Choice, Never
 from decoding.modes import Plan
-from decoding.policies.policy import Policy, PolicyError
+from decoding.policies.policy import Policy, PolicyArtifact, PolicyError
 from decoding.request import Request
 from decoding.scheduler import SequentialScheduler
 from decoding.tree import DraftTree
@@ -287,6 +287,27 @@ def test_a_random_arbiter_keeps_its_rate_and_its_choices(small_target) -> None: 
 def test_arbiters_tell_what_their_choices_depend_on() -> None:
     told = [str(a.describe()) for seed in (1, 2) for a in [*arbiters(seed), PolicyArbiter(policy_of(seed), 0.6)]]
     assert len(set(told)) == len(told) - 3  # always, ratio, and the script alone have no seed
+
+
+def test_an_artifact_brings_its_rules(small_target) -> None:  # type: ignore[no-untyped-def]
+    target = small_target("llama")
+    print_of, networks = target.fingerprint.to_dict(), {"arbitration": policy_of(0)}
+    rules = {"state": list(STATE), "threshold": 0.7, "draft_tokens": 4, "stops": False}
+
+    def made(**changes: Any) -> PolicyArtifact:
+        return PolicyArtifact("cospec", print_of, None, networks, {**rules, **changes})
+
+    verifier = ArbitrationVerifier.of(target, made())
+    assert not verifier.stops and verifier.arbiter.describe()["threshold"] == 0.7
+    assert ArbitrationVerifier.of(target, made(stops=True), 0.2).describe()["stops"]
+    assert ArbitrationVerifier.of(target, made(), 0.2).arbiter.describe()["threshold"] == 0.2
+    with pytest.raises(PolicyError, match="trained on other states"):
+        ArbitrationVerifier.of(target, made(state=["x"]))
+    with pytest.raises(PolicyError, match=r"threshold of the arbitration policy is 2; it must lie in \[0, 1\]"):
+        ArbitrationVerifier.of(target, made(threshold=2))
+    for wrong in ({"stops": 1}, {"stops": None}, {"draft_tokens": 0}, {"draft_tokens": "4"}):
+        with pytest.raises(PolicyError, match="they must be true or false, and a count"):
+            ArbitrationVerifier.of(target, made(**wrong))
 
 
 def test_what_cannot_be_is_refused(small_target) -> None:  # type: ignore[no-untyped-def]
