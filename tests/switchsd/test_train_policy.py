@@ -105,8 +105,12 @@ def test_another_run_in_the_folder(
     command = ("train-policy", "cospec", "--target", tiny_folder, "--draft", draft_folder, "--out", tmp_path, *COSPEC)
     assert run(*command)[0] == OK
     before = (tmp_path / "policy.json").read_bytes()
-    code, _, err = run(*command, "--learning-rate", 0.5)
-    assert (code, "was begun otherwise (learning_rate: 0.0003 and 0.5)" in err) == (FAILURE, True), err
+    command = (*command, "--learning-rate")
+    code, _, err = run(*command, 0.5)
+    assert (code, " and 0.5): give the same settings to go on with it, or choose another" in err) == (FAILURE, True), (
+        err
+    )
+    assert "was begun otherwise (learning_rate: " in err
     assert (tmp_path / "policy.json").read_bytes() == before
 
 
