@@ -103,8 +103,8 @@ class ModeSettings:
     """The neural drafter's tree: priced (as far as the cost table says it pays), fixed (always that large), learned (as
     Learning to Draft's policies say, whose own limits hold then; an EAGLE head's alone). Mode ltd is always learned."""
     draft_tokens: int = 8
-    """Most tokens that a draft model drafts at a step; fewer where the neural tree is priced and they would not pay. Mode
-    cospec drafts as many as its policy was trained with."""
+    """Most tokens that a draft model drafts at a step; fewer where the neural tree is priced and they would not pay.
+    Mode cospec drafts as many as its policy was trained with."""
     acceptance: str = "keyed"
     """How drafted tokens are accepted where the target samples: keyed (the target draws its own token, and a draft is
     right that is the same: the text is the target's own at the seed), rejection (mode sd: classical rejection sampling;
