@@ -8,7 +8,7 @@ import shutil
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from switchsd.show import AsJson, as_json, out, table
 
@@ -101,15 +101,15 @@ def targets() -> list[dict[str, Any]]:
 def artifacts() -> list[dict[str, Any]]:
     """Probes and drafters, shipped and made here."""
     from activations.packaged import ALIASES, cache_dir
-    from switchsd.artifacts import candidates
+    from switchsd.artifacts import Kind, candidates
 
     made = cache_dir() / "artifacts"
     names = list(dict.fromkeys([*ALIASES, *(p.name for p in (sorted(made.iterdir()) if made.is_dir() else ()))]))
     return [
         {"kind": kind, "target": name, "folder": str(folder)}
         for name in names
-        for kind in ("probe", "eagle", "draft")
-        for folder in candidates(kind, name)  # type: ignore[arg-type]
+        for kind in get_args(Kind)
+        for folder in candidates(kind, name)
     ]
 
 
@@ -143,8 +143,12 @@ def advice(report: dict[str, Any]) -> list[str]:
         lines.append("no EAGLE-3 head for smollm2 (mode eagle): switchsd write, then switchsd train eagle")
     if ("draft", "smollm2") not in have:
         lines.append(
-            "no draft model for smollm2 (modes sd and smcsd, --neural draft): switchsd write, then switchsd train draft"
+            "no draft model for smollm2 (modes sd, cospec and smcsd, --neural draft): switchsd write, then switchsd train "
+            "draft"
         )
+    for kind in ("ltd", "cospec"):
+        if (kind, "smollm2") not in have:
+            lines.append(f"no policy for smollm2 (mode {kind}): switchsd train-policy {kind}")
     if report["cache"]["free_gib"] < 1:
         lines.append(f"less than 1 GiB is free at {report['cache']['folder']}: set SWITCHSD_CACHE to another disk")
     return lines
