@@ -143,8 +143,8 @@ def advice(report: dict[str, Any]) -> list[str]:
         lines.append("no EAGLE-3 head for smollm2 (mode eagle): switchsd write, then switchsd train eagle")
     if ("draft", "smollm2") not in have:
         lines.append(
-            "no draft model for smollm2 (modes sd, cospec and smcsd, --neural draft): switchsd write, then switchsd train "
-            "draft"
+            "no draft model for smollm2 (modes sd, cospec and smcsd, --neural draft): switchsd write, then "
+            "switchsd train draft"
         )
     for kind in ("ltd", "cospec"):
         if (kind, "smollm2") not in have:
