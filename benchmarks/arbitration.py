@@ -374,10 +374,13 @@ def decisions(one: ModeColumn) -> dict[str, float]:
 
 def loaded(given: argparse.Namespace) -> tuple[Decoder, PolicyArtifact | None]:
     """A decoder that drafts as many tokens as its policy was trained with, where nothing else is asked for."""
-    policy = None if given.policy in (None, "none") else given.policy
-    decoder = load(given.target, probe=None, drafter=None, draft=given.draft, policy=policy)
-    artifact = decoder.policies.get("cospec")
-    trained = None if artifact is None else int(artifact.settings["draft_tokens"])
+    decoder = load(given.target, probe=None, drafter=None, draft=given.draft, policy=None)
+    artifact, trained = None, None
+    if given.policy:
+        artifact = PolicyArtifact.load(given.policy)
+        artifact.check("cospec", decoder.target, decoder.neural["draft"])
+        decoder.policies = {"cospec": artifact}
+        trained = int(artifact.settings["draft_tokens"])
     tokens = given.draft_tokens or trained or decoder.settings.draft_tokens
     decoder.settings = replace(decoder.settings, draft_tokens=tokens)
     return decoder, artifact

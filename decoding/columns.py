@@ -167,7 +167,11 @@ def column(decoder: Decoder, name: str, peers: PeerConfig | None = None) -> Colu
     except (TypeError, ValueError) as error:
         raise DecodingError(f"{name!r}: {error}") from error
     return ModeColumn(
-        Decoder(decoder.target, decoder.probe, decoder.neural, changed, lengths=decoder.lengths), mode, sampling
+        Decoder(
+            decoder.target, decoder.probe, decoder.neural, changed, lengths=decoder.lengths, policies=decoder.policies
+        ),
+        mode,
+        sampling,
     )
 
 

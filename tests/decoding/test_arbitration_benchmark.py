@@ -17,8 +17,10 @@ from small import maker
 
 from activations.target import Target
 from decoding.answers import MIX, Question, held_out, questions, right
+from decoding.columns import ModeColumn, column
 from decoding.cospec.branches import Decisions, Outcome, Place
 from decoding.cospec.state import STATE
+from decoding.decoder import Decoder
 from decoding.policies.policy import Policy
 
 
@@ -142,6 +144,14 @@ def test_the_policy_keeps_from_its_threshold_on(arbitration: ModuleType) -> None
     question = questions(count=1)[0]
     kept = [arbitration.by_policy(policy, t)(question, place()) for t in (0.0, 0.5, 0.73, 0.74, 1.0)]
     assert kept == [True, True, True, False, False]
+
+
+def test_a_column_with_settings_keeps_the_policies(small_target: Callable[..., Target]) -> None:
+    decoder = Decoder(small_target())
+    decoder.policies = {"cospec": object()}  # type: ignore[dict-item]
+    made = column(decoder, "cospec/arbitration=0.25")
+    assert isinstance(made, ModeColumn) and made.decoder.policies is decoder.policies
+    assert made.decoder.settings.arbitration == 0.25 and decoder.settings.arbitration is None
 
 
 # -- the summary --------------------------------------------------------------------------------------
