@@ -271,3 +271,25 @@ def test_the_replay_of_a_learned_budget_is_what_decoding_does(small_target: Call
         engine.close()
     assert request.generated[: len(answer)] == answer
     assert rate.steps.tolist() == [steps] and rate.tokens.tolist() == [len(answer) - 1]
+
+
+def test_a_pace_is_of_one_text(small_target: Callable[..., Target]) -> None:
+    """The next turn of a chat begins without one; a particle goes on with that of the row that it comes from."""
+    target = small_target("llama")
+    drafter = EagleDrafter(target, random_head(), sites=SITES)
+    engine = Engine(target, Plan(Always(Choice("eagle", FixedBudget(4, 2))), (drafter,)), keeps=True)
+    first = Request(0, [1, 5, 9, 5], max_new_tokens=12)
+    try:
+        engine.admit(first)
+        for _ in range(3):
+            engine.verify(engine.draft())
+        assert drafter._states[first].pace.steps > 2
+        engine.leave([first])
+        second = Request(1, [*first.tokens, 7, 7], max_new_tokens=12)
+        engine.admit(second)
+        assert engine.reused > 0 and drafter._states[second].pace == Pace()
+        engine.verify(engine.draft())
+        drafter.select([second], [0], 4)
+        assert drafter._states[second].pace.steps == 1
+    finally:
+        engine.close()
