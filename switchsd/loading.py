@@ -166,7 +166,7 @@ def _policies(target: Target, policy: str | os.PathLike[str] | None) -> Lazy[Pol
                 makers[kind] = partial(PolicyArtifact.load, folder)
     if policy is not None and policy != AUTO:
         named = PolicyArtifact.load(policy)
-        named.check(named.kind, target)
+        named.check_target(target)
         makers[named.kind] = partial(_same, named)
     return Lazy(makers)
 

@@ -246,12 +246,7 @@ class PolicyArtifact:
                 f"{where} is of the kind {self.kind}, and {kind} is asked for: choose another, or train one with "
                 f"`switchsd train-policy {kind}`"
             )
-        advice = f"choose the one that was made for it, or train one with `switchsd train-policy {kind}`"
-        different = Fingerprint(**self.target).mismatch(target.fingerprint)
-        if different:
-            raise PolicyError(
-                f"{where} was trained for another target than {target.name} ({'; '.join(different)}): {advice}"
-            )
+        self.check_target(target)
         if self.drafter is None:
             return
         if drafter is None:
@@ -262,8 +257,22 @@ class PolicyArtifact:
         different = differences(self.drafter, drafter.describe())
         if different:
             raise PolicyError(
-                f"{where} was trained with another drafter than this {drafter.name} ({'; '.join(different)}): {advice}"
+                f"{where} was trained with another drafter than this {drafter.name} ({'; '.join(different)}): "
+                f"{self._advice}"
             )
+
+    def check_target(self, target: Target) -> None:
+        """Raise PolicyError unless the policy was trained for this target."""
+        different = Fingerprint(**self.target).mismatch(target.fingerprint)
+        if different:
+            raise PolicyError(
+                f"{self._named()} was trained for another target than {target.name} ({'; '.join(different)}): "
+                f"{self._advice}"
+            )
+
+    @property
+    def _advice(self) -> str:
+        return f"choose the one that was made for it, or train one with `switchsd train-policy {self.kind}`"
 
     def _named(self) -> str:
         return f"the policy in {self.origin}" if self.origin else f"the {self.kind} policy"
