@@ -99,7 +99,7 @@ def ablations(given: argparse.Namespace) -> None:
         named = {row["name"]: row for row in record["stages"]}
         if name == "as shipped":
             rows += [{**named[part], "name": part} for part in ("size only", "depth only", "independent")]
-        rows.append({**record["stages"][-1], "name": name if name != "as shipped" else "co-trained (as shipped)"})
+        rows.append({**record["stages"][-1], "name": name if name != "as shipped" else "co-trained"})
         print(markdown(rows), flush=True)
     if given.out:
         given.out.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
