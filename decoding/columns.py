@@ -11,7 +11,7 @@ from activations.sampling import Sampling
 from activations.target import Target
 from decoding.baselines import BASELINES, LOOKUP_TOKENS, Assistant, hugging_face
 from decoding.decoder import Decoder
-from decoding.modes import DecodingError, ModeSettings
+from decoding.modes import DecodingError, ModeSettings, get_mode
 from decoding.peers.process import Peer
 from decoding.peers.start import PEERS, PeerConfig, start
 from decoding.summary import Drafts
@@ -63,7 +63,8 @@ class ModeColumn:
 
     @property
     def own(self) -> bool:
-        return self.sampling.greedy or self.decoder.plan(self.mode).verifier.keyed
+        keyed = self.sampling.greedy or self.decoder.plan(self.mode).verifier.keyed
+        return keyed and get_mode(self.mode).lossless
 
     def describe(self) -> dict[str, Any]:
         """Only what the mode uses, so that a new probe leaves the rows of `ar` alone."""

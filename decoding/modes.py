@@ -121,8 +121,8 @@ class ModeSettings:
     power: float = 1.0
     """Mode smcsd follows the product of the tokens' probabilities to this power; 1 is the target's own law."""
     arbitration: float | None = None
-    """Mode cospec keeps a drafted token that the target would not write where its policy's probability that this is
-    right reaches this threshold; 1 = never, which is exact; by default the policy's own."""
+    """Mode cospec, which is not lossless, keeps a drafted token that the target would not write where its policy's
+    probability that this is right reaches this threshold; 1 = never, which is exact; by default the policy's own."""
     tau: float | None = None
     """Copy intent from which the switch copies; by default the probe's own threshold."""
     gate: str = "auto"
@@ -164,7 +164,9 @@ class ModeSettings:
         if self.neural not in NEURAL:
             raise ValueError(f"unknown neural side {self.neural!r}: use {', '.join(NEURAL)}")
         if self.arbitration is not None and not (
-            isinstance(self.arbitration, (int, float)) and 0 <= self.arbitration <= 1
+            isinstance(self.arbitration, (int, float))
+            and not isinstance(self.arbitration, bool)
+            and 0 <= self.arbitration <= 1
         ):
             raise ValueError(f"arbitration is {self.arbitration!r}; a threshold of a probability lies in [0, 1]")
         if self.tau is not None and not (isinstance(self.tau, (int, float)) and 0 <= self.tau <= 1):
@@ -485,3 +487,8 @@ def get_mode(name: str) -> Mode:
     if name not in MODES:
         raise DecodingError(f"unknown mode {name!r}: use {', '.join(MODES)}")
     return MODES[name]
+
+
+def told_modes() -> str:
+    """The modes' names for people, and which are not lossless."""
+    return ", ".join(mode.name if mode.lossless else f"{mode.name} (not lossless)" for mode in MODES.values())

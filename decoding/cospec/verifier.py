@@ -91,8 +91,11 @@ class PolicyArbiter:
         if artifact.settings.get("state") != list(STATE):
             raise PolicyError("the arbitration policy was trained on other states than this switchsd's: train it again")
         chosen = artifact.settings.get("threshold") if threshold is None else threshold
-        if not isinstance(chosen, (int, float)) or not 0 <= chosen <= 1:
-            raise PolicyError(f"the threshold of the arbitration policy is {chosen!r}; it must lie in [0, 1]")
+        if not isinstance(chosen, (int, float)) or isinstance(chosen, bool) or not 0 <= chosen <= 1:
+            raise PolicyError(
+                f"the threshold of the arbitration policy {artifact.origin} is {chosen!r}; it must lie in [0, 1]: "
+                "train it again with `switchsd train-policy cospec`"
+            )
         return cls(artifact.networks["arbitration"], float(chosen))
 
     def decide(self, asked: Asked) -> torch.Tensor:

@@ -43,6 +43,8 @@ from decoding.policies.training import PPOConfig, check_installed, train_ppo
 from decoding.replay_log import LogError, LoggedText, log_text, read_log
 
 KIND = "ltd"
+FEWEST = 8
+"""Texts to learn from and to judge by."""
 SHORTEST = 4
 """Answers of fewer tokens are not logged."""
 AHEAD = 2
@@ -155,7 +157,16 @@ def make_log(
     if not wanted:
         raise PolicyError("no prompts: give some to learn from")
     folder.mkdir(parents=True, exist_ok=True)
-    _claim(folder, {"target": target.fingerprint.to_dict(), "drafter": drafter.describe(), "depth": config.depth})
+    _claim(
+        folder,
+        {
+            "target": target.fingerprint.to_dict(),
+            "drafter": drafter.describe(),
+            "depth": config.depth,
+            "max_new_tokens": config.max_new_tokens,
+            "dtype": str(target.dtype).removeprefix("torch."),
+        },
+    )
     passed = folder / "too-short.json"  # they would be written again at each resumption
     short = set(json.loads(passed.read_text())) if passed.is_file() else set()
     todo = [key for key in wanted if key not in short and not (folder / f"{key}.safetensors").is_file()]
@@ -263,9 +274,9 @@ def split(keys: Sequence[str]) -> tuple[list[int], list[int], list[int]]:
     them whatever is added. Raises PolicyError where there are too few."""
     ranked = sorted(range(len(keys)), key=lambda i: _digest(keys[i]))
     chosen, told = round(SELECTED * len(keys)), round(REPORTED * len(keys))
-    if not chosen or len(keys) < 8:
+    if not chosen or len(keys) < FEWEST:
         raise PolicyError(
-            f"{len(keys)} logged texts are too few to train on some and to judge by others: log 8 or more"
+            f"{len(keys)} logged texts are too few to train on some and to judge by others: log {FEWEST} or more"
         )
     return sorted(ranked[chosen + told :]), sorted(ranked[:chosen]), sorted(ranked[chosen : chosen + told])
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from decoding.bench import Bench, BenchConfig, unequal
-from decoding.modes import ModeSettings, get_mode
+from decoding.modes import MODES, ModeSettings, get_mode
 from decoding.peers.start import INSTALLED, PEERS, PeerConfig, installed
 from decoding.suite import BUILT_IN, load_suite
 from decoding.summary import HEAVY, OVERALL
@@ -126,6 +126,8 @@ def _show(result: dict[str, Any], folder: Path) -> None:
         ties = f", {same['near_ties']} of the others first differ at a near-tie" if same["different"] else ""
         if same["near_ties"] is None:
             ties = ""
-        out.print(f"{mode}: {equal} of {same['prompts']} texts are {same['reference']}'s{ties}")
+        name = mode.split("/")[0]
+        kind = "" if name not in MODES or MODES[name].lossless else "; it is not lossless, and need not write them"
+        out.print(f"{mode}: {equal} of {same['prompts']} texts are {same['reference']}'s{ties}{kind}")
     files = ["table.md", "result.json", "plot.png", *(["sweep.png"] if result["sweep"] else [])]
     out.print(f"All groups: {', '.join(str(folder / name) for name in files)}")

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from decoding.chat import Chat
-from decoding.modes import MODES, ModeSettings
+from decoding.modes import MODES, ModeSettings, told_modes
 from switchsd.live import show_events, told
 from switchsd.loading import AUTO, LoadConfig, load, measure_costs
 from switchsd.options import UsageError, check_output
@@ -25,7 +25,7 @@ def chat(
     loading: LoadConfig,
     system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
     target: Annotated[str, typer.Option(help="An alias, a hub id or a folder.")] = "smollm2",
-    mode: Annotated[str, typer.Option(help=f"How to decode: {', '.join(MODES)}.")] = "switchsd",
+    mode: Annotated[str, typer.Option(help=f"How to decode: {told_modes()}.")] = "switchsd",
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this probability; 1 keeps all.")] = 1.0,
@@ -70,7 +70,14 @@ def chat(
                 notes.print(f"unknown command {line.split()[0]}: {HELP}")
                 continue
             if json:
-                as_json({"mode": mode, **told(conversation.send(line)), "reused_tokens": conversation.reused})
+                as_json(
+                    {
+                        "mode": mode,
+                        "lossless": MODES[mode].lossless,
+                        **told(conversation.send(line)),
+                        "reused_tokens": conversation.reused,
+                    }
+                )
                 continue
             show_events(decoder, conversation.stream(line), mode)
             notes.print(f"{conversation.reused} of {conversation.prompt_tokens} prompt tokens were there already")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from decoding.modes import MODES, ModeSettings
+from decoding.modes import MODES, ModeSettings, told_modes
 from switchsd.live import show_events, told
 from switchsd.loading import AUTO, LoadConfig, load, measure_costs
 from switchsd.options import UsageError, check_output
@@ -23,7 +23,7 @@ def generate(
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
     target: Annotated[str, typer.Option(help="An alias, a hub id or a folder.")] = "smollm2",
-    mode: Annotated[str, typer.Option(help=f"How to decode: {', '.join(MODES)}.")] = "switchsd",
+    mode: Annotated[str, typer.Option(help=f"How to decode: {told_modes()}.")] = "switchsd",
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to write.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this probability; 1 keeps all.")] = 1.0,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from decoding.cospec.training import CoSpecConfig
-from decoding.ltd.training import LTDConfig
+from decoding.ltd.training import FEWEST, LTDConfig
 from switchsd.commands.train import terminable
 from switchsd.loading import AUTO, LoadConfig
 from switchsd.options import UsageError, check_folder
@@ -27,6 +27,8 @@ Record = dict[str, Any]
 Training = Generator[Record, None, "PolicyArtifact"]
 TABLED = ("replay", "threshold")
 """Stages whose records are shown as a table in the end."""
+QUESTIONS = 101
+"""Seed of the questions: a draft model that was trained on some has seen those of its own seed, 0 by default."""
 SLOW = 20.0
 """Seconds after which it is said how long a stage will take."""
 
@@ -58,6 +60,8 @@ def ltd(
     for source in prompts or ():
         asked.setdefault(Path(source).stem, []).extend(chosen_prompts(source, None))
     asked = asked or {"train": chosen_prompts(None, "train")}
+    if (given := sum(map(len, asked.values()))) < FEWEST:
+        raise UsageError(f"{counted(given, 'prompt')} {'is' if given == 1 else 'are'} too few: give {FEWEST} or more")
     with bar(f"loading {target}"):
         decoder = load(target, None, drafter, draft=None, policy=None, **asdict(loading))
         head: Any = decoder.neural.get("eagle")
@@ -72,6 +76,7 @@ def ltd(
     with bar("measuring what a step costs"):
         costs = decoder.costs("eagle")
     where = folder or cached("ltd", name)
+    check_kind(where, "ltd")
     each, count = stages(config), sum(map(len, asked.values()))
     decisions = sum(timesteps_of(config, stage.name) for stage in each)
     notes.print(
@@ -140,7 +145,7 @@ def cospec(
         check_folder(folder)
     if prompts is not None and kinds is not None:
         raise UsageError("--prompts and --kinds were both given: questions are read, or made")
-    asked = read_questions(prompts) if prompts is not None else made_questions(kinds, count, config.seed)
+    asked = read_questions(prompts) if prompts is not None else made_questions(kinds, count, QUESTIONS + config.seed)
     with bar(f"loading {target}"):
         decoder = load(target, None, None, draft=draft, policy=None, **asdict(loading))
         drafter: Any = decoder.neural.get("draft")
@@ -151,6 +156,7 @@ def cospec(
             "name one (--draft)"
         )
     where = folder or cached("cospec", name)
+    check_kind(where, "cospec")
     notes.print(
         f"{counted(len(asked), 'question')}: the target and the draft answer each, and up to {config.first} other ways "
         f"are tried; then PPO learns from {config.timesteps} decisions. All of it is kept in {where}"
@@ -214,6 +220,14 @@ def kinds_of(text: str) -> dict[str, tuple[int, ...]]:
         except ValueError:
             raise UsageError(f"--kinds {part.strip()!r}: {level!r} is no level; write sum:1,sum:2,lookup") from None
     return levels
+
+
+def check_kind(where: Path, kind: str) -> None:
+    """Refuse a folder that holds a policy of the other kind, which would be lost."""
+    from decoding.policies.policy import CONFIG, PolicyArtifact
+
+    if (where / CONFIG).is_file() and (there := PolicyArtifact.load(where).kind) != kind:
+        raise UsageError(f"{where} holds a policy of the kind {there}: choose another folder (--out)")
 
 
 def follow(training: Training, where: Path, timesteps: Callable[[str], int]) -> tuple[Record, PolicyArtifact]:
