@@ -48,7 +48,7 @@ def show_events(decoder: Decoder, events: Generator[Event, None, None], mode: st
     records = decoder.trace.records[before if decoder.trace is trace else 0 :]  # a chat's trace goes on
     tokens, steps = sum(counts.values()), len({record.start for record in records})  # particles share their steps
     legend = Text()
-    for source, count in counts.most_common():
+    for source, count in (+counts).most_common():
         legend.append(f"■ {WHO.get(source, source)} {count}", style=colour(source)).append("   ")
     notes.print(legend)
     if tokens:
