@@ -251,30 +251,38 @@ def mcnemar(one: Sequence[bool], other: Sequence[bool]) -> float:
 
 
 def summary(
-    asked: Sequence[Question], found: Mapping[str, Sequence[Walked]], base: Sequence[bool]
+    asked: Sequence[Question], found: Mapping[str, Sequence[Walked]], base: Sequence[bool], policy: str = ""
 ) -> list[dict[str, Any]]:
-    """One record a column; `base`: what the target alone gets right."""
+    """One record a column, over the first questions, as many as it has answered; `base`: what the target alone gets
+    right; `policy`: a column that the others are held against too."""
     out = []
+    own = [a.right for a in found[policy]] if policy else []
     for name, walked in found.items():
-        marks = [a.right for a in walked]
+        marks, alone_, these = [a.right for a in walked], base[: len(walked)], asked[: len(walked)]
         out.append(
             {
                 "column": name,
                 "questions": len(marks),
                 "right": interval(marks).to_dict(),
-                "right_over_ar": interval(np.subtract(marks, base, dtype=float)).to_dict(),
-                "p": mcnemar(marks, base),
-                "helped": sum(a and not b for a, b in zip(marks, base, strict=True)),
-                "hurt": sum(b and not a for a, b in zip(marks, base, strict=True)),
+                "right_over_ar": _over(marks, alone_),
+                "p": mcnemar(marks, alone_),
+                "helped": sum(a and not b for a, b in zip(marks, alone_, strict=True)),
+                "hurt": sum(b and not a for a, b in zip(marks, alone_, strict=True)),
+                "policy_over_it": _over(own[: len(marks)], marks) if own else None,
                 "keep_rate": sum(a.kept for a in walked) / max(sum(a.asked for a in walked), 1),
                 "tokens_per_forward": sum(a.tokens for a in walked) / max(sum(a.forwards for a in walked), 1),
                 "right_by_kind": {
-                    kind: float(np.mean([r for r, q in zip(marks, asked, strict=True) if q.kind == kind]))
-                    for kind in dict.fromkeys(q.kind for q in asked)
+                    kind: float(np.mean([r for r, q in zip(marks, these, strict=True) if q.kind == kind]))
+                    for kind in dict.fromkeys(q.kind for q in these)
                 },
             }
         )  # fmt: skip
     return out
+
+
+def _over(one: Sequence[bool], other: Sequence[bool]) -> dict[str, float | None]:
+    """How much more often one is right, with its interval."""
+    return interval(np.subtract(one, other, dtype=float)).to_dict()
 
 
 def ceiling(store: BranchStore, asked: Sequence[Question]) -> dict[str, Any]:
@@ -310,14 +318,16 @@ def measure(given: argparse.Namespace) -> None:
         others["draft"] = lambda *_: True
         for rate in given.rates if own is None else [rate_of(found[f"cospec at {own:g}"])]:
             others[f"random {rate:.3f}"] = by_chance(rate)
-        found |= walks(branches, others)
+        found |= walks(Explored(store, runner, asked[: given.others]), others)
     finally:
         runner.close()
     known = asked[: given.explored]
     result = {
         "settings": {**about(given, target), "questions": len(asked), "threshold": own, "draft_tokens": tokens,
                      "stops": stops, "draft": drafter.describe()},
-        "columns": summary(asked, found, [t.right for t in plain]),
+        "columns": summary(
+            asked, found, [t.right for t in plain], "" if own is None else f"cospec at {own:g}"
+        ),
         "ceiling": ceiling(store, known),
         "oracle": {
             f"cospec at {t:g}": agreement(artifact.networks["arbitration"], examples(store, known), t)
@@ -403,10 +413,22 @@ def markdown(run: dict[str, Any], timed: dict[str, Any] | None) -> str:
         "McNemar's, exact. The policy's own threshold is "
         f"{'none' if s['threshold'] is None else format(s['threshold'], 'g')}.", "",
     ]  # fmt: skip
-    heads = ["column", "right", "right − ar's", "p", "helped", "hurt", "drafts kept", "tokens a forward"]
+    heads = [
+        "column",
+        "questions",
+        "right",
+        "right − ar's",
+        "p",
+        "the policy's − right",
+        "helped",
+        "hurt",
+        "drafts kept",
+        "tokens a forward",
+    ]
     body = [
         [
-            r["column"], _percent(r["right"]), _percent(r["right_over_ar"], "+"), f"{r['p']:.2g}", str(r["helped"]),
+            r["column"], str(r["questions"]), _percent(r["right"]), _percent(r["right_over_ar"], "+"), f"{r['p']:.2g}",
+            "–" if r["policy_over_it"] is None else _percent(r["policy_over_it"], "+"), str(r["helped"]),
             str(r["hurt"]), f"{100 * r['keep_rate']:.1f}", f"{r['tokens_per_forward']:.2f}",
         ]
         for r in run["columns"]
@@ -478,6 +500,7 @@ def main() -> None:
     parser.add_argument("--ratios", type=numbers, default=(0.3, 0.03))
     parser.add_argument("--rates", type=numbers, default=(0.5,), help="of random arbitration, without a policy")
     parser.add_argument("--questions", type=int, default=2100)
+    parser.add_argument("--others", type=int, help="questions that the rules without a policy are tried on; all")
     parser.add_argument("--explored", type=int, default=200, help="questions that the oracle is told of")
     parser.add_argument("--timed", type=int, default=150, help="questions that speed is measured on")
     parser.add_argument("--gsm8k", help="a file in GSM8K's format, whose questions `shares` asks too")

@@ -174,7 +174,10 @@ def test_a_summary_counts_help_and_hurt(arbitration: ModuleType) -> None:
 
     asked = [Question(f"q{i}", "sum" if i < 6 else "item", 1, (), "") for i in range(8)]
     base = [m == "1" for m in "11100000"]
-    same, better = arbitration.summary(asked, {"sd": walked("11100000"), "x": walked("01111101")}, base)
+    found = {"sd": walked("11100000"), "x": walked("01111101"), "few": walked("0111")}
+    same, better, few = arbitration.summary(asked, found, base, policy="x")
+    assert few["questions"] == 4 and (few["helped"], few["hurt"]) == (1, 1)
+    assert same["policy_over_it"]["estimate"] == 3 / 8 and few["policy_over_it"]["estimate"] == 0.0
     assert (same["helped"], same["hurt"], same["p"]) == (0, 0, 1.0)
     assert same["right_over_ar"] == {"estimate": 0.0, "lower": 0.0, "upper": 0.0}
     assert (better["helped"], better["hurt"]) == (4, 1) and better["right_over_ar"]["estimate"] == 3 / 8
@@ -187,4 +190,4 @@ def test_a_summary_counts_help_and_hurt(arbitration: ModuleType) -> None:
         "ceiling": {"questions": 0}, "oracle": {},
     }  # fmt: skip
     page = arbitration.markdown(run, None)
-    assert "gets 37.5 [10.0, 60.0] right" in page and "| x | 75.0 [" in page and "| x | 83 | 50 |" in page
+    assert "gets 37.5 [10.0, 60.0] right" in page and "| x | 8 | 75.0 [" in page and "| x | 83 | 50 |" in page

@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
+from test_learned_modes import TOP_K, arbiter, tree_policy
 
 from decoding.decoder import Decoder
 from decoding.draft.drafter import DraftModelDrafter
@@ -36,14 +37,16 @@ def load(seed: int) -> list[list[int]]:
 def test_two_hundred_requests(mode: str, small_target, request, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     target = small_target("llama")
     torch.manual_seed(0)
-    eagle = EagleDrafter(target, initial_head(target, torch.arange(0, 64, 2)).requires_grad_(False))
+    eagle = EagleDrafter(target, initial_head(target, torch.arange(0, 64, 2)).requires_grad_(False), TOP_K)
+    draft = DraftModelDrafter(target, cut(target, 2))
     elsewhere = RemoteDrafter(DrafterSpec("remote_drafters:Copies")) if mode == "minedraft" else None
     if elsewhere:
         request.addfinalizer(elsewhere.shut_down)
     decoder = Decoder(
         target,
-        neural={"eagle": eagle, "draft": DraftModelDrafter(target, cut(target, 2))},
+        neural={"eagle": eagle, "draft": draft},
         elsewhere={"draft": elsewhere} if elsewhere else {},
+        policies={"ltd": tree_policy(target, eagle), "cospec": arbiter(target, draft)},
     )
     waited: Counter[Request] = Counter()
     longest = 0
