@@ -93,8 +93,8 @@ class PolicyArbiter:
         chosen = artifact.settings.get("threshold") if threshold is None else threshold
         if not isinstance(chosen, (int, float)) or isinstance(chosen, bool) or not 0 <= chosen <= 1:
             raise PolicyError(
-                f"the threshold of the arbitration policy {artifact.origin} is {chosen!r}; it must lie in [0, 1]: "
-                "train it again with `switchsd train-policy cospec`"
+                f"the threshold of the arbitration policy is {chosen!r}; it must lie in [0, 1]: train the policy again "
+                f"with `switchsd train-policy cospec` {f'({artifact.origin})' if artifact.origin else ''}".rstrip()
             )
         return cls(artifact.networks["arbitration"], float(chosen))
 

@@ -381,7 +381,7 @@ def test_forms_of_prompts(small_target) -> None:  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"mode": "fast"}, "unknown mode 'fast': use ar, copy, eagle, sd, minedraft, smcsd, switchsd"),
+        ({"mode": "fast"}, "unknown mode 'fast': use ar, copy, eagle, ltd, sd, minedraft, cospec, smcsd, switchsd"),
         ({"mode": "eagle"}, "needs an EAGLE head for small-llama"),
         ({"mode": "switchsd"}, "needs a probe for small-llama"),
         ({"mode": "switchsd", "neural": "draft"}, "'draft' needs a draft model for small-llama"),

@@ -84,9 +84,10 @@ def test_a_walk_is_the_replay_of_a_gate(seed: int, steps: int, nodes: int, depth
         found = Walk()
         for text in texts:
             slow_walk(text, Always(Choice("eagle", budget)), COSTS, MatchConfig(kappa=2), into=found)
-        # The engine drafts no further than there is room for; the replay does, and is not better for it.
+        # The engine drafts no further than there is room for; the replay does, and is not better for it: where fewer
+        # levels share the nodes, a text's end may take a step less.
         assert rate.tokens.tolist() == found.tokens
-        assert rate.steps.sum() == found.steps
+        assert 0 <= rate.steps.sum() - found.steps <= len(texts)
         assert (rate.milliseconds >= np.array(found.milliseconds) - 1e-6).all()
         last = COSTS.draft("eagle", depth) + COSTS.verify(1 + nodes, 64)
         assert (rate.milliseconds - np.array(found.milliseconds) <= depth * last).all()
