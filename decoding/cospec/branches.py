@@ -438,13 +438,18 @@ class Examples(NamedTuple):
         return self.keep == self.take
 
 
-def examples(branches: Branches, questions: Iterable[Question], own: bool) -> Examples:
-    """All that were visited of these questions. After either token the target's were taken wherever there was a choice;
-    `own`: after the draft's token, the draft's."""
+def examples(
+    branches: Branches, questions: Iterable[Question], own: bool = False, first: int | None = None
+) -> Examples:
+    """All that were visited of these questions; `first`: only those that `plans` names, and none that depend on what a
+    policy has visited. After either token the target's were taken wherever there was a choice; `own`: after the draft's
+    token, the draft's."""
     rows: list[tuple[torch.Tensor, bool, bool, int]] = []
     for number, question in enumerate(questions):
         key = identity(question)
         for decisions, place in branches.places(key).items():
+            if first is not None and (len(decisions) >= first or len(set(decisions)) > 1):
+                continue
             keep = branches.follow(key, (*decisions, True), draft=own)
             take = branches.follow(key, (*decisions, False))
             if keep is not None and take is not None:

@@ -178,7 +178,7 @@ def train_on(
         check(found["training"])
         reference = reference_speed(store, trained)
         warm = yield from _warm_start(store, trained, folder / "warm", config, target)
-        yield {"stage": "warm start", **_agreements(warm, store, validated, 0.5)}
+        yield {"stage": "warm start", **_agreements(warm, store, validated, 0.5, config.first)}
         from decoding.cospec.environment import ArbitrationEnvironment, result_of
 
         start = PolicyArbiter(warm, 0.5)
@@ -207,7 +207,7 @@ def train_on(
         "shares": found,
         "thresholds": results,
         "chosen": best,
-        "oracle": _agreements(chosen, store, validated, best["threshold"]),
+        "oracle": _agreements(chosen, store, validated, best["threshold"], config.first),
         "seconds": time.monotonic() - began,
         "provenance": provenance(seed=config.seed),
     }
@@ -341,7 +341,7 @@ def _warm_start(
             )
         yield {"stage": "warm start", **kept.record}
         return kept.networks[NETWORK]
-    found = examples(store, questions, own=True)
+    found = examples(store, questions, True, config.first)
     record: Record = {}
     for record, policy in fit(found, config):  # noqa: B007
         pass
@@ -378,11 +378,13 @@ def agreement(policy: Policy, found: Examples, threshold: float) -> dict[str, fl
     }
 
 
-def _agreements(policy: Policy, store: BranchStore, questions: Sequence[Question], threshold: float) -> Record:
+def _agreements(
+    policy: Policy, store: BranchStore, questions: Sequence[Question], threshold: float, first: int
+) -> Record:
     """With two oracles: the target's tokens follow after either token, or the draft's after its own."""
     return {
-        "oracle": agreement(policy, examples(store, questions, own=False), threshold),
-        "oracle_own": agreement(policy, examples(store, questions, own=True), threshold),
+        "oracle": agreement(policy, examples(store, questions, False, first), threshold),
+        "oracle_own": agreement(policy, examples(store, questions, True, first), threshold),
     }
 
 

@@ -144,7 +144,7 @@ def test_where_either_token_leads(tmp_path: Path) -> None:
     questions, toy = toy_questions(60), Toy()
     store = explored(tmp_path, questions)
     for own in (False, True):
-        found = examples(store, questions, own)
+        found = examples(store, questions, own, 3)
         assert len(found.states) > 60
         by_state = {
             tuple(place.state.tolist()): (question, decisions)

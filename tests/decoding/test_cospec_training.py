@@ -61,7 +61,7 @@ def test_ppo_alone_finds_it_too(tmp_path: Path) -> None:
     """From a start that keeps a draft in twenty, and knows nothing."""
     from decoding.policies.training import train_ppo
 
-    config = replace(CONFIG, timesteps=24_000, learning_rate=1e-2, epochs=10, batch=128)
+    config = replace(CONFIG, timesteps=20_480, learning_rate=1e-2, epochs=8, batch=128)
     answers = Explored(BranchStore(tmp_path / "b", {}), Toy(), toy_questions(600))
     nothing = Examples(
         torch.randn(8, len(STATE)).sign(), *torch.zeros(2, 8, dtype=torch.bool), torch.zeros(8, dtype=torch.long)

@@ -128,6 +128,31 @@ def test_no_choice_depends_on_the_batch(small_target, data) -> None:  # type: ig
         assert write(target, plan, prompts, rows, 20, sampling)[0] == alone
 
 
+def test_a_kept_request_is_gone_on_from(small_target) -> None:  # type: ignore[no-untyped-def]
+    """The turns of a chat: the next prompt begins with the last one and its answer; or is the last one again."""
+    target, sampling = small_target("llama"), Sampling()
+    first = [3, 1, 4, 1, 5, 9, 2, 6]
+    plan = plan_of(target, RandomArbiter(0.5, 3), 4)
+    engine = Engine(target, plan, 1, keeps=True)
+
+    def answer(prompt: list[int], number: int) -> list[int]:
+        request = Request(number, prompt, 12, sampling)
+        list(SequentialScheduler(engine).run([request], lambda c: len(c.request.generated) >= 12))
+        return request.generated[:12]
+
+    one = answer(first, 0)
+    prompts = [first + one + [8, 8], first, first[:1]]
+    made = [answer(prompt, 1) for prompt in prompts]
+    engine.close()
+    for prompt, text in zip(prompts, made, strict=True):
+        request = Request(1, prompt, 12, sampling)
+        fresh = Engine(target, plan, 1)
+        list(SequentialScheduler(fresh).run([request], lambda c: len(c.request.generated) >= 12))
+        fresh.close()
+        assert text == request.generated[:12]
+    assert engine.reused == 0  # of a single token
+
+
 def test_where_everything_is_kept_the_text_is_the_drafts_but_for_what_ends_a_block(small_target) -> None:  # type: ignore[no-untyped-def]
     target = small_target("llama")
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
