@@ -330,7 +330,7 @@ def measure(given: argparse.Namespace) -> None:
         ),
         "ceiling": ceiling(store, known),
         "oracle": {
-            f"cospec at {t:g}": agreement(artifact.networks["arbitration"], examples(store, known), t)
+            f"cospec at {t:g}": agreement(artifact.networks["arbitration"], examples(store, known, first=FIRST), t)
             for t in sorted({*given.thresholds, own or 0.5})
         } if artifact is not None else {},
         "right_alone": interval([t.right for t in plain]).to_dict(),
