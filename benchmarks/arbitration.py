@@ -42,7 +42,7 @@ from decoding.cospec.branches import BranchStore, Decisions, Explored, Place, Ru
 from decoding.cospec.branches import shares as branch_shares
 from decoding.cospec.state import STATE
 from decoding.cospec.training import agreement
-from decoding.cospec.verifier import keep_probability
+from decoding.cospec.verifier import PolicyArbiter
 from decoding.costs import machine
 from decoding.decoder import Decoder
 from decoding.draft.drafter import DraftModelDrafter
@@ -197,7 +197,8 @@ class Walked(NamedTuple):
 
 
 def by_policy(policy: Policy, threshold: float) -> Decide:
-    return lambda _, place: threshold < 1 and bool(keep_probability(policy, place.state[None]) >= threshold)
+    arbiter = PolicyArbiter(policy, threshold)
+    return lambda _, place: bool(arbiter.choose(place.state[None]))
 
 
 def by_chance(rate: float, seed: int = 0) -> Decide:

@@ -38,7 +38,7 @@ class RejectionVerifier(Verifier):
         """Judge `logits` [B, Q, V] of [pending token, nodes of the chain, padding] in each row. Raises ValueError for a
         tree that branches."""
         for tree in trees:
-            if list(tree.parents) != list(range(-1, len(tree) - 1)):
+            if not tree.is_chain:
                 raise ValueError("rejection sampling judges chains, and a draft branches: use acceptance=keyed")
         device = logits.device
         kept = torch.zeros(len(trees), dtype=torch.long, device=device)  # accepted tokens of each row

@@ -141,6 +141,11 @@ class DraftTree:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def is_chain(self) -> bool:
+        """Every node follows the one before it."""
+        return list(self.parents) == list(range(-1, len(self) - 1))
+
     @cached_property
     def depths(self) -> list[int]:
         """Distance of each node from the pending token, from 1 on; 0 for an unused node."""

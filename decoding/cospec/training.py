@@ -44,7 +44,7 @@ from decoding.cospec.verifier import KEEP, TAKE, PolicyArbiter
 from decoding.draft.drafter import DraftModelDrafter
 from decoding.policies.policy import CONFIG as POLICY
 from decoding.policies.policy import Policy, PolicyArtifact, PolicyError, differences
-from decoding.policies.training import PPOConfig, check_installed, train_ppo
+from decoding.policies.training import PPOConfig, check_installed, scaling, train_ppo
 
 KIND, NETWORK = "cospec", "arbitration"
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
@@ -279,16 +279,10 @@ def network(config: CoSpecConfig) -> nn.Sequential:
     return nn.Sequential(*layers, last)
 
 
-def standard(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and scale [features] of states [n, features]; what never changes has scale 1."""
-    scale = states.std(0)
-    return states.mean(0), torch.where(scale > 1e-4, scale, torch.ones_like(scale))
-
-
 def fit(found: Examples, config: CoSpecConfig) -> Iterator[tuple[Record, Policy]]:
     """A classifier of mismatches; yields the best so far, by the loss over a fifth of the questions, now and then."""
     torch.manual_seed(config.seed)
-    mean, scale = standard(found.states)
+    mean, scale = scaling(found.states, least=1e-4)
     model = network(config)
     yield {"epoch": 0}, Policy.of(model, mean, scale)
     counts = torch.ones_like(found.ties) if config.ties != "drop" else ~found.ties

@@ -8,7 +8,6 @@ Unlike other modes, this one lets the draft compete for the first token of an an
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -108,11 +107,7 @@ class PolicyArbiter:
         return (keep_probability(self.policy, states) >= self.threshold) & (self.threshold < 1)
 
     def describe(self) -> dict[str, Any]:
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.policy.tensors().items()):
-            digest.update(name.encode())
-            digest.update(tensor.view(torch.uint8).numpy().tobytes())
-        return {"name": "policy", "threshold": self.threshold, "policy": digest.hexdigest()[:16]}
+        return {"name": "policy", "threshold": self.threshold, "policy": self.policy.digest[:16]}
 
 
 def keep_probability(policy: Policy, states: torch.Tensor) -> torch.Tensor:
@@ -285,7 +280,7 @@ class ArbitrationVerifier(Verifier):
         """Judge `logits` [B, Q, V] of [pending token, nodes of the chain, padding] in each row. Raises ValueError for
         a tree that branches."""
         for tree in trees:
-            if list(tree.parents) != list(range(-1, len(tree) - 1)):
+            if not tree.is_chain:
                 raise ValueError("arbitration judges chains, and a draft branches: use a draft model")
         return super().accept(trees, logits, requests, intent)
 
@@ -459,8 +454,7 @@ class ArbitrationVerifier(Verifier):
                             int(rest[i]), tree.tokens[i], len(request.tokens) + i, bool(kept[i]), seen[row, i].clone()
                         )
                         running[row].decisions.append(decision)
-                rest = rest[q:]
-            elif self.records:
+            if self.records:
                 rest = rest[q:]
             verdicts.append(self._verdict(request, walk, int(pending), rest))
         return verdicts

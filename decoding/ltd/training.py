@@ -39,7 +39,7 @@ from decoding.ltd.observations import OBSERVATIONS, Observer
 from decoding.ltd.outcomes import Clock, Outcomes, nodes_at
 from decoding.ltd.rewards import REWARDS, Reward, Step
 from decoding.policies.policy import Policy, PolicyArtifact, PolicyError
-from decoding.policies.training import PPOConfig, check_installed, train_ppo
+from decoding.policies.training import PPOConfig, check_installed, scaling, train_ppo
 from decoding.replay_log import LogError, LoggedText, log_text, read_log
 
 KIND = "ltd"
@@ -446,7 +446,7 @@ def _stage(
     subject = {
         "what": KIND, "stage": stage.name, "settings": settings, "centred": config.centred,
         "log": _digest("\n".join(sorted(ground.outcomes.keys))), "overhead": config.overhead,
-        "other": {name: _digest(json.dumps([x.tolist() for x in p.tensors().values()])) for name, p in other.items()},
+        "other": {name: p.digest for name, p in other.items()},
     }  # fmt: skip
     seen = None if initial is not None else standard(make(0), config.seed)
     ppo = config.ppo(stage.network, stage.first)
@@ -464,9 +464,7 @@ def standard(environment: Any, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     while len(seen) < SAMPLES:
         row, _, terminated, _, _ = environment.step(rng.integers(environment.action_space.n))
         seen.append(environment.reset()[0] if terminated else row)
-    rows = torch.from_numpy(np.stack(seen))
-    scale = rows.std(0)
-    return rows.mean(0), torch.where(scale > 1e-3, scale, torch.ones_like(scale))
+    return scaling(torch.from_numpy(np.stack(seen)), least=1e-3)
 
 
 def _told(ground: Ground, name: str, rate: Rate) -> Record:

@@ -141,6 +141,14 @@ class Policy(nn.Module):
             "actions": self.actions,
         }
 
+    @property
+    def digest(self) -> str:
+        """Of its shape and weights, by which it is known again."""
+        found = hashlib.sha256(json.dumps(self.describe()).encode())
+        for x in self.tensors().values():
+            found.update(x.numpy().tobytes())
+        return found.hexdigest()
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """As in policy.safetensors, without the network's name."""
         found = {"mean": self.mean, "scale": self.scale}

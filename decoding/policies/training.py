@@ -11,7 +11,6 @@ run that was interrupted goes on to the same weights, bit by bit, as one that wa
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -251,6 +250,13 @@ def _seed(seed: int, iteration: int) -> int:
     return int(np.random.SeedSequence([seed, iteration]).generate_state(1)[0]) >> 1
 
 
+def scaling(rows: torch.Tensor, least: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and scale [features] of observations [n, features], to standardise them by; what varies by less than `least`
+    has scale 1."""
+    scale = rows.std(0)
+    return rows.mean(0), torch.where(scale > least, scale, torch.ones_like(scale))
+
+
 class _Rate:
     """The learning rate; stable-baselines3 asks for it with its own idea of progress, that of one iteration."""
 
@@ -303,7 +309,13 @@ class _Run:
         self.seconds = 0.0
         self.log: list[Record] = []
         self._identity = json.loads(
-            json.dumps({"config": asdict(config), "initial": _digest(initial), "subject": dict(subject or {})})
+            json.dumps(
+                {
+                    "config": asdict(config),
+                    "initial": None if initial is None else initial.digest,
+                    "subject": dict(subject or {}),
+                }
+            )
         )
         self._begun: list[Any] = []
         self._kept = -1
@@ -435,12 +447,3 @@ ANEW = "delete that folder to begin anew"
 def _fixed(part: str, identity: Mapping[str, Any]) -> dict[str, Any]:
     """What must be the same for a run to be continued."""
     return {name: value for name, value in identity[part].items() if part != "config" or name not in CHANGEABLE}
-
-
-def _digest(policy: Policy | None) -> str | None:
-    if policy is None:
-        return None
-    digest = hashlib.sha256(json.dumps(policy.describe()).encode())
-    for x in policy.tensors().values():
-        digest.update(x.numpy().tobytes())
-    return digest.hexdigest()

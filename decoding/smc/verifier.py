@@ -175,7 +175,7 @@ class ParticleVerifier(Verifier):
         return self.clouds[group]
 
     def _row(self, tree: DraftTree, request: Request) -> _Row:
-        if list(tree.parents) != list(range(-1, len(tree) - 1)):
+        if not tree.is_chain:
             raise ValueError("particles are drafted in chains, and a tree was given: use a drafter that draws one path")
         tokens = tree.tokens[: max(request.room, 0)]
         for i, token in enumerate(tokens):
