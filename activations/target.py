@@ -146,7 +146,6 @@ class Target:
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items()), ensure_ascii=False)
         revision = getattr(self.model.config, "_commit_hash", None) or (
             weights_hash(self.folder) if self.folder else "unknown"
         )
@@ -156,7 +155,7 @@ class Target:
             architecture=type(self.model).__name__,
             width=self.width,
             blocks=self.blocks,
-            vocabulary=hashlib.sha256(vocabulary.encode()).hexdigest()[:16],
+            vocabulary=vocabulary_hash(self.tokenizer),
             revision=revision,
         )
 
@@ -442,6 +441,12 @@ CHECKED = 12
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 """Largest norm of a difference of states, over the norm of the states, that is rounding."""
 DTYPES = ("bfloat16", "float16", "float32")
+
+
+def vocabulary_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What `Fingerprint.vocabulary` says of a tokenizer."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
+    return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
 
 
 def weights_hash(folder: Path) -> str:
