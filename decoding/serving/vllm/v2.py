@@ -23,7 +23,6 @@ from decoding.serving.vllm.tally import Tally
 from decoding.serving.vllm.target import serving_probe
 
 if TYPE_CHECKING:
-    from torch import nn
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.states import RequestState
@@ -42,11 +41,11 @@ class SwitchSpeculator(EagleSpeculator):
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> None:
-        super().__init__(vllm_config, device)
         config = SwitchConfig.of(vllm_config.additional_config)
         assert config is not None
-        refuse(vllm_config)
         self.probe = serving_probe(config, vllm_config)
+        refuse(vllm_config)
+        super().__init__(vllm_config, device)
         group = get_tp_group()
         self.switch = DeviceSwitch(
             self.probe,
@@ -69,8 +68,8 @@ class SwitchSpeculator(EagleSpeculator):
         req_states.all_token_ids = StagedWriteTensor(shape, dtype=torch.int32, device=device)
         self.requests = req_states
 
-    def load_model(self, target_model: nn.Module) -> None:
-        """The target's captured layers are set by now; the probe's joins them before anything is captured in a graph."""
+    def load_model(self, target_model: Any) -> None:
+        """The target's captured layers are set by now; the probe's joins them before any graph is made."""
         super().load_model(target_model)
         layers = get_eagle3_aux_layers_from_config(self.speculative_config)
         layers = tuple(layers or target_model.get_eagle3_default_aux_hidden_state_layers())
@@ -100,7 +99,7 @@ class SwitchSpeculator(EagleSpeculator):
         wanted = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
         drafting = num_sampled > 0 if wanted else torch.zeros_like(num_sampled, dtype=torch.bool)
         copies = self._decide(input_batch, states, num_rejected, drafting)
-        skipped = 1 < wanted and input_batch.num_reqs <= self._skip_requests and not dummy_run and copies.everywhere()
+        skipped = wanted > 1 and input_batch.num_reqs <= self._skip_requests and not dummy_run and copies.everywhere()
         neural = super().propose(
             input_batch,
             attn_metadata,
@@ -134,7 +133,7 @@ def refuse(vllm_config: VllmConfig) -> None:
     assert speculative is not None
     head = getattr(speculative.draft_model_config.hf_config, "eagle_config", None) or {}
     problems = {
-        "enable_adaptive_verification trims drafts by the head's confidences, which say nothing of a copy: leave it off":
+        "enable_adaptive_verification goes by the head's confidences, which say nothing of a copy: leave it off":
             speculative.enable_adaptive_verification,
         "the head reads no captured states (use_aux_hidden_state is false): choose one that does":
             not head.get("use_aux_hidden_state", True),
