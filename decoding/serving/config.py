@@ -37,7 +37,9 @@ class SwitchConfig:
             return None
         known = [f.name for f in fields(cls)]
         if not isinstance(values, Mapping) or set(values) - set(known) or "probe" not in values:
-            raise ValueError(f"additional_config.{KEY} is {values!r}; it needs 'probe' and takes {', '.join(known[1:])}")
+            raise ValueError(
+                f"additional_config.{KEY} is {values!r}; it needs 'probe' and takes {', '.join(known[1:])}"
+            )
         try:
             return cls(**values)
         except ValueError as error:

@@ -16,8 +16,9 @@ logger = logging.getLogger("vllm.switchsd")  # below vLLM's own logger, so that 
 def register() -> None:
     """Hook the EAGLE-3 drafters of both model runners. Safe to repeat."""
     try:
-        from decoding.serving.vllm import symbols
         from vllm.v1.spec_decode.eagle import EagleProposer
+
+        from decoding.serving.vllm import symbols
 
         reason = symbols.obstacle("v1")
     except Exception as error:  # whatever another version does, vLLM must start
@@ -32,8 +33,9 @@ def register() -> None:
 def _new(cls: type, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
     """`EagleProposer.__new__`: an instance of the switch's subclass for an engine that asks for it. Python calls its
     `__init__` then, since it is a subclass."""
-    from decoding.serving.config import SwitchConfig
     from vllm.v1.spec_decode.eagle import EagleProposer
+
+    from decoding.serving.config import SwitchConfig
 
     if cls is EagleProposer and SwitchConfig.of(vllm_config.additional_config) is not None:
         from decoding.serving.vllm.v1 import SwitchProposer

@@ -63,7 +63,9 @@ class SwitchProposer(EagleProposer):
     ) -> torch.Tensor:
         """int64 [requests, K]: the drafts of a step (see `SpecDecodeBaseProposer.propose`); `target_hidden_states`
         [tokens, layers * width] also has the probe's layer."""
-        ends = common_attn_metadata.query_start_loc[1:] - 1 if token_indices_to_sample is None else token_indices_to_sample
+        ends = token_indices_to_sample
+        if ends is None:
+            ends = common_attn_metadata.query_start_loc[1:] - 1
         states = self.columns.probe(target_hidden_states, ends)
         copies = self._copies(
             states, target_token_ids, target_positions, common_attn_metadata.query_start_loc_cpu, ends, next_token_ids
