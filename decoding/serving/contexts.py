@@ -20,6 +20,8 @@ class Context:
 
     def __init__(self, config: MatchConfig, tokens: Sequence[int] = ()) -> None:
         self.index = SuffixIndex(config, tokens)
+        self.copied = 0
+        """Tokens of the copy that was drafted last, as long as its outcome is not known."""
 
     def __len__(self) -> int:
         return len(self.index)

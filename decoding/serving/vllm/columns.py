@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
 
 from activations.sites import Site
 from probes.artifact import ProbeConfig
@@ -38,7 +38,7 @@ class Columns:
     """The head reads the probe's layer too."""
 
     @classmethod
-    def install(cls, target: nn.Module, probe: ProbeConfig) -> Columns:
+    def install(cls, target: Any, probe: ProbeConfig) -> Columns:
         """Let the target capture the probe's layer beside those of the head, whichever these are: the runner names
         them once the head is loaded."""
         columns = cls(probe.width, layer_of(probe.site, probe.target.blocks))

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 def serving_probe(config: SwitchConfig, vllm: VllmConfig) -> Probe:
     """The probe that a configuration names. Raises ValueError or ProbeError where it cannot gate this engine: for
     each there is one line that says why, and what to do."""
-    speculative = vllm.speculative_config
+    speculative, stages = vllm.speculative_config, vllm.parallel_config.pipeline_parallel_size
     assert speculative is not None
+    head = getattr(speculative.draft_model_config.hf_config, "eagle_config", None) or {}
     problems = {
         f"method is {speculative.method!r}: name 'eagle3', whose captured states the probe reads":
             speculative.method != "eagle3",
@@ -27,6 +28,11 @@ def serving_probe(config: SwitchConfig, vllm: VllmConfig) -> Probe:
             speculative.draft_sample_method != "greedy",
         "the head drafts all tokens at once (parallel_drafting): choose a head that drafts one after another":
             speculative.parallel_drafting,
+        "the head reads no captured states (use_aux_hidden_state is false): choose one that does":
+            not head.get("use_aux_hidden_state", True),
+        f"pipeline_parallel_size is {stages}, and the probe's state does not travel between stages: use tensor or data "
+        "parallelism":
+            stages > 1,
         "positions have several axes (M-RoPE): choose a model that reads text alone":
             vllm.model_config.uses_mrope,
     }  # fmt: skip
