@@ -11,6 +11,11 @@ from activations.matching import MatchConfig, TensorMatches, reference
 from activations.matching.device import backend_for
 from probes.artifact import Probe
 
+SKIPS = 2
+"""Up to so many requests, a step asks whether all of them copy before the head makes its further passes. The answer
+costs a wait for the target's forward, which the host otherwise runs ahead of; that all of many requests copy at once is
+too rare to wait for."""
+
 
 class Texts(NamedTuple):
     """The contexts of a batch of R requests: buffer[row, :lengths[row]], pending token included, for each of `rows`."""
@@ -39,8 +44,8 @@ class Copies(NamedTuple):
     """bool [R]: of these, the ones that copy."""
 
     def over(self, neural: torch.Tensor) -> torch.Tensor:
-        """The drafts int64 [R, K]: `neural` [R, K], and copies in the place of the chosen ones."""
-        return torch.where(self.chosen[:, None], self.tokens, neural).long()
+        """The drafts int64 [R, n]: `neural` [R, n <= K], and copies in the place of the chosen ones."""
+        return torch.where(self.chosen[:, None], self.tokens[:, : neural.shape[1]], neural).long()
 
     def everywhere(self) -> bool:
         """No request needs another draft. Waits for the device."""

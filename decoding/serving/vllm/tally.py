@@ -21,21 +21,21 @@ AHEAD = 8
 class Tally:
     """Each step's numbers go to the host by themselves, and are counted when a later step finds them there."""
 
-    def __init__(self, counters: Counters, slots: int, device: torch.device | str) -> None:
-        """`slots`: most requests at a time; each keeps its slot while it runs."""
+    def __init__(self, counters: Counters, slots: int, device: torch.device | str, skips: int = 0) -> None:
+        """`slots`: most requests at a time; each keeps its slot while it runs. Steps of up to `skips` requests leave
+        the head's further passes out where all of them copy."""
         self._counters = counters
+        self._skips = skips
         self._copied = torch.zeros(slots, dtype=torch.bool, device=device)
         on_gpu = self._copied.is_cuda
         self._blocks = [torch.zeros(COLUMNS * slots, pin_memory=on_gpu) for _ in range(AHEAD)]
         self._events = [torch.cuda.Event() if on_gpu else None for _ in range(AHEAD)]
-        self._sent: deque[tuple[int, int, bool]] = deque()
+        self._sent: deque[tuple[int, int]] = deque()
         self._next = 0
 
-    def add(
-        self, slots: torch.Tensor, sampled: torch.Tensor, rejected: torch.Tensor, copies: Copies, skipped: bool
-    ) -> None:
+    def add(self, slots: torch.Tensor, sampled: torch.Tensor, rejected: torch.Tensor, copies: Copies) -> None:
         """One step of R requests: their slots, how many tokens it gave each (the new pending one included) and how many
-        drafted ones it rejected, integers [R]; what is drafted next, and whether neural steps were left out."""
+        drafted ones it rejected, integers [R]; and what is drafted next."""
         while self._sent:
             event = self._events[self._sent[0][0]]
             if event is not None and not event.query():
@@ -51,14 +51,15 @@ class Tally:
         event = self._events[self._next]
         if event is not None:
             event.record()
-        self._sent.append((self._next, len(slots), skipped))
+        self._sent.append((self._next, len(slots)))
         self._next = (self._next + 1) % AHEAD
 
-    def _count(self, block: int, requests: int, skipped: bool) -> None:
+    def _count(self, block: int, requests: int) -> None:
         numbers = self._blocks[block][: COLUMNS * requests].view(COLUMNS, requests).numpy()
         scores, *flags, sampled, rejected = numbers
         asked, eligible, chosen, drafted_here = (flag > 0 for flag in flags)
         if eligible.any():
+            skipped = requests <= self._skips and bool((chosen | ~eligible).all())
             self._counters.decided(scores[asked].tolist(), int(chosen.sum()), int(eligible.sum()), skipped)
         # a step that verified no draft judges none: the request was paused, or its slot has a new one
         drafted, kept = sampled + rejected - 1, sampled - 1

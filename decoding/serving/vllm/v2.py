@@ -18,7 +18,7 @@ from activations.matching import MatchConfig
 from decoding.serving.config import SwitchConfig
 from decoding.serving.vllm.columns import Columns, layer_of
 from decoding.serving.vllm.counters import Counters
-from decoding.serving.vllm.device import Copies, DeviceSwitch, Texts
+from decoding.serving.vllm.device import SKIPS, Copies, DeviceSwitch, Texts
 from decoding.serving.vllm.tally import Tally
 from decoding.serving.vllm.target import serving_probe
 
@@ -26,11 +26,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.states import RequestState
-
-SKIP_REQUESTS = 2
-"""Up to so many requests, a step asks whether all of them copy before it runs the head's further passes. The answer
-costs a wait for the target's forward, which the host otherwise runs ahead of; that all of many requests copy at once is
-too rare to wait for."""
 
 
 class SwitchSpeculator(EagleSpeculator):
@@ -55,13 +50,10 @@ class SwitchSpeculator(EagleSpeculator):
             agree=group.broadcast if group.world_size > 1 else None,
         )
         # replicas run their heads in step, so that none may leave a pass out alone
-        self._skip_requests = SKIP_REQUESTS if vllm_config.parallel_config.data_parallel_size == 1 else 0
+        self._skips = SKIPS if vllm_config.parallel_config.data_parallel_size == 1 else 0
         self.tally: Tally | None = None
         if group.rank_in_group == 0:
-            model, replica = vllm_config.model_config, vllm_config.parallel_config.data_parallel_index
-            names = model.served_model_name
-            name = names[0] if isinstance(names, list) else names or model.model
-            self.tally = Tally(Counters(name, replica), self.max_num_reqs, device)
+            self.tally = Tally(Counters.of(vllm_config), self.max_num_reqs, device, self._skips)
         # By default the texts are in the host's memory, and a matcher reads each of them once a step: 128 KiB at 32,768
         # tokens, 3 microseconds over the bus and 0.03 from the device's own. As for vLLM's n-gram drafter, they move.
         shape = (req_states.max_num_reqs, req_states.max_model_len)
@@ -99,7 +91,7 @@ class SwitchSpeculator(EagleSpeculator):
         wanted = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
         drafting = num_sampled > 0 if wanted else torch.zeros_like(num_sampled, dtype=torch.bool)
         copies = self._decide(input_batch, states, num_rejected, drafting)
-        skipped = wanted > 1 and input_batch.num_reqs <= self._skip_requests and not dummy_run and copies.everywhere()
+        skipped = wanted > 1 and input_batch.num_reqs <= self._skips and not dummy_run and copies.everywhere()
         neural = super().propose(
             input_batch,
             attn_metadata,
@@ -116,7 +108,7 @@ class SwitchSpeculator(EagleSpeculator):
         if dummy_run:  # it has warmed the kernels up, and its requests are none
             return neural
         if self.tally is not None:
-            self.tally.add(input_batch.idx_mapping, num_sampled, num_rejected, copies, skipped)
+            self.tally.add(input_batch.idx_mapping, num_sampled, num_rejected, copies)
         return copies.over(neural)
 
     def _decide(
@@ -129,19 +121,12 @@ class SwitchSpeculator(EagleSpeculator):
 
 def refuse(vllm_config: VllmConfig) -> None:
     """Raises ValueError for what the V2 runner can do and the switch cannot."""
-    speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-    assert speculative is not None
-    head = getattr(speculative.draft_model_config.hf_config, "eagle_config", None) or {}
-    problems = {
-        "enable_adaptive_verification goes by the head's confidences, which say nothing of a copy: leave it off":
-            speculative.enable_adaptive_verification,
-        "the head reads no captured states (use_aux_hidden_state is false): choose one that does":
-            not head.get("use_aux_hidden_state", True),
-        f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, and the probe's state does not travel between "
-        "stages: use tensor or data parallelism":
-            parallel.pipeline_parallel_size > 1,
-        f"prefill_context_parallel_size is {parallel.prefill_context_parallel_size}: use tensor or data parallelism":
-            parallel.prefill_context_parallel_size > 1,
-    }  # fmt: skip
-    for problem in (what for what, holds in problems.items() if holds):
-        raise ValueError(f"switchsd: {problem}")
+    assert vllm_config.speculative_config is not None
+    if vllm_config.speculative_config.enable_adaptive_verification:
+        raise ValueError(
+            "switchsd: enable_adaptive_verification goes by the head's confidences, which say nothing of a copy: leave "
+            "it off"
+        )
+    ranks = vllm_config.parallel_config.prefill_context_parallel_size
+    if ranks > 1:
+        raise ValueError(f"switchsd: prefill_context_parallel_size is {ranks}: use tensor or data parallelism")

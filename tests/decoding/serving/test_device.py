@@ -3,14 +3,18 @@ GPU: the kernel that stands in for the reference there has tests of its own."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_contexts import longest
+from test_host import CONFIG, PROBE, TAU, Played, Recorder
 
 from activations.matching import MatchConfig, SuffixIndex
 from activations.target import Fingerprint
 from decoding.serving.vllm.device import Copies, DeviceSwitch, Texts
-from decoding.serving.vllm.history import DeviceHistory
+from decoding.serving.vllm.history import DeviceHistory, HistorySwitch
 from decoding.serving.vllm.tally import Tally
 from probes.artifact import Probe, ProbeConfig
 
@@ -85,9 +89,11 @@ def test_a_history_is_what_the_engine_verified() -> None:
     history = DeviceHistory(2, 20, "cpu")
     prompts = {"a": [1, 2, 3, 4, 5, 6], "b": [7, 8, 9]}
 
+    requests = {name: SimpleNamespace(prompt_token_ids=tokens, output_token_ids=[]) for name, tokens in prompts.items()}
+
     def step(ids: list[str], rows: list[tuple[list[int], int, int, int]]) -> list[list[int]]:
         """Each row: tokens read, position of the first, how many of them were kept, the token that follows."""
-        texts = history.texts(ids, prompts.__getitem__)
+        texts = history.texts([requests[name] for name in ids])
         starts, anchors = [0], []
         for tokens, _, kept, _ in rows:
             anchors.append(starts[-1] + kept - 1)
@@ -111,7 +117,8 @@ def test_a_history_is_what_the_engine_verified() -> None:
     ]
     assert step(["a"], [([12], 8, 1, 13)]) == [[1, 2, 3, 4, 5, 6, 10, 11, 12, 13]]  # `b` waits
     # `b` comes back with what it had, recomputed from its third token on; `a` is finished, and `c` in its slot
-    prompts |= {"b": [7, 8, 9, 20], "c": [30, 31]}
+    requests["b"].output_token_ids = [20]
+    requests["c"] = SimpleNamespace(prompt_token_ids=[30, 31], output_token_ids=[])
     assert step(["b", "c"], [([9, 20], 2, 2, 21), ([30, 31], 0, 2, 32)]) == [[7, 8, 9, 20, 21], [30, 31, 32]]
     assert step(["c"], [([32] * 17, 2, 17, 33)])[0][-2:] == [32, 33]  # to the last place
     step(["c"], [([33] * 12, 19, 12, 34)])  # and beyond: nothing breaks
@@ -119,22 +126,55 @@ def test_a_history_is_what_the_engine_verified() -> None:
 
 def test_a_tally_knows_what_came_of_each_copy() -> None:
     seen = Seen()
-    tally = Tally(seen, 4, "cpu")  # type: ignore[arg-type]
+    tally = Tally(seen, 4, "cpu", skips=2)  # type: ignore[arg-type]
     false, true = torch.tensor([False, False]), torch.tensor([True, True])
     one, both = torch.tensor([True, False]), true
 
-    def add(slots: list[int], sampled: list[int], rejected: list[int], copies: Copies, skipped: bool = False) -> None:
-        tally.add(torch.tensor(slots), torch.tensor(sampled), torch.tensor(rejected), copies, skipped)
+    def add(slots: list[int], sampled: list[int], rejected: list[int], copies: Copies) -> None:
+        tally.add(torch.tensor(slots), torch.tensor(sampled), torch.tensor(rejected), copies)
 
     def copies(eligible: torch.Tensor, asked: torch.Tensor, chosen: torch.Tensor) -> Copies:
         return Copies(torch.zeros(2, K), torch.tensor([0.8, 0.3]), eligible, asked, chosen)
 
     add([3, 1], [1, 0], [0, 0], copies(one, one, one))  # the second is still read
     add([1, 3], [1, 3], [0, 1], copies(true, false, false))  # of three copied tokens two were kept
-    add([3, 1], [1, 1], [3, 3], copies(true, true, both), skipped=True)  # neural drafts, all rejected: not ours
+    add([3, 1], [1, 1], [3, 3], copies(true, true, both))  # neural drafts, all rejected: not ours
     add([3, 1], [1, 0], [3, 0], copies(one, one, one))  # a false copy; the other one was preempted
     add([3, 1], [4, 1], [0, 0], copies(true, false, false))  # all kept; the other's slot was given away
     add([3, 1], [1, 1], [0, 0], copies(false, false, false))  # nobody drafts: no step
     add([3, 1], [1, 1], [0, 0], copies(true, false, false))
     assert seen.outcomes == [(3, 2), (3, 0), (3, 3)]
-    assert seen.steps == [(1, 1, 1, False), (0, 0, 2, False), (2, 2, 2, True), (1, 1, 1, False), (0, 0, 2, False)]
+    assert seen.steps == [(1, 1, 1, True), (0, 0, 2, False), (2, 2, 2, True), (1, 1, 1, True), (0, 0, 2, False)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**9))
+def test_a_history_s_switch_decides_as_the_plain_rule(seed: int) -> None:
+    """In the engine that the host's switch is played in; here no text is hidden."""
+    engine, counters = Played(seed), Recorder()
+    device = DeviceSwitch(PROBE, CONFIG, TAU, 4)
+    switch = HistorySwitch(device, 4, 200, torch.device("cpu"), counters)  # type: ignore[arg-type]
+    outcomes: list[tuple[int, int]] = []
+    copied: dict[int, int] = {}
+    for _ in range(12):
+        engine.change()
+        if not engine.order:
+            continue
+        step, scores = engine.step()
+        last = []
+        for row, name in enumerate(step.names):
+            request, begin = engine.requests[name], int(step.starts[row])
+            drafted = int(step.starts[row + 1]) - begin - 1
+            if copied.pop(id(request), 0) and drafted and int(step.positions[begin]) >= request.prompt:
+                last.append((drafted, int(step.ends[row]) - begin))
+        outcomes += last
+        drafts = switch.decide(step, engine.requests).over(torch.full((len(step.names), CONFIG.depth), -5))
+        for row, name in enumerate(step.names):
+            request = engine.requests[name]
+            wanted = longest(request.text, CONFIG.depth) if scores[row] >= TAU and not step.unused[row] else []
+            assert drafts[row].tolist() == (wanted or [-5] * CONFIG.depth)
+            if not step.unused[row]:
+                request.drafts = wanted or [0] * CONFIG.depth
+            if wanted:
+                copied[id(request)] = len(wanted)
+    assert counters.outcomes in (outcomes, outcomes[: len(outcomes) - len(last)])

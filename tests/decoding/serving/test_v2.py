@@ -25,10 +25,13 @@ NEURAL = 8
 
 
 class Seen:
-    def __init__(self, model: str, replica: int) -> None:
-        self.told = (model, replica)
+    def __init__(self) -> None:
         self.copies = self.rows = self.skipped = 0
         self.outcomes: list[tuple[int, int]] = []
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> Seen:
+        return cls()
 
     def decided(self, scores: list[float], copies: int, rows: int, skipped: bool) -> None:
         assert copies <= len(scores) <= rows
@@ -128,16 +131,11 @@ def probe() -> Probe:
     return Probe(config, torch.tensor([1.0, 0, 0, 0]))
 
 
-def vllm_config(replicas: int = 1, **wrong: Any) -> Any:
-    speculative = {"enable_adaptive_verification": False, "draft_model_config": SimpleNamespace(hf_config=None)}
-    parallel = {"pipeline_parallel_size": 1, "prefill_context_parallel_size": 1, "data_parallel_index": replicas - 1}
+def vllm_config(replicas: int = 1, adaptive: bool = False, context_ranks: int = 1) -> Any:
     return SimpleNamespace(
         additional_config={"switchsd": {"probe": "toy"}},
-        speculative_config=SimpleNamespace(**{k: wrong.get(k, v) for k, v in speculative.items()}),
-        parallel_config=SimpleNamespace(
-            data_parallel_size=replicas, **{k: wrong.get(k, v) for k, v in parallel.items()}
-        ),
-        model_config=SimpleNamespace(served_model_name="toy", model="folder"),
+        speculative_config=SimpleNamespace(enable_adaptive_verification=adaptive),
+        parallel_config=SimpleNamespace(data_parallel_size=replicas, prefill_context_parallel_size=context_ranks),
     )
 
 
@@ -281,7 +279,6 @@ def test_every_step_drafts_what_the_rule_says_and_the_text_is_the_target_s(v2: M
                 tokens.append(says(tokens))
             assert request.tokens == tokens
         counters = speculator.tally._counters
-        assert counters.told == ("toy", replicas - 1)
         last = len(engine.outcomes) - len(counters.outcomes)  # the last step is counted by the next one
         assert sorted(counters.outcomes) == sorted(engine.outcomes[: len(engine.outcomes) - last]) and last <= SLOTS
         assert engine.rows - SLOTS <= counters.rows <= engine.rows
@@ -320,21 +317,10 @@ def test_a_dummy_run_drafts_what_the_head_drafts_and_is_not_counted(v2: ModuleTy
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"enable_adaptive_verification": True}, "switchsd: enable_adaptive_verification goes by the head's"),
-        ({"pipeline_parallel_size": 2}, "switchsd: pipeline_parallel_size is 2, and the probe's state does not travel"),
-        ({"prefill_context_parallel_size": 4}, "switchsd: prefill_context_parallel_size is 4: use tensor or data"),
-        (
-            {
-                "draft_model_config": SimpleNamespace(
-                    hf_config=SimpleNamespace(eagle_config={"use_aux_hidden_state": False})
-                )
-            },
-            "switchsd: the head reads no captured states",
-        ),
+        ({"adaptive": True}, "switchsd: enable_adaptive_verification goes by the head's confidences"),
+        ({"context_ranks": 4}, "switchsd: prefill_context_parallel_size is 4: use tensor or data parallelism"),
     ],
 )
-def test_what_cannot_be_served_is_refused_before_anything_is_built(
-    v2: ModuleType, wrong: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_served_is_refused(v2: ModuleType, wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         v2.SwitchSpeculator(vllm_config(**wrong), torch.device("cpu"), request_states())
