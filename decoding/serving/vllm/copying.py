@@ -60,7 +60,7 @@ class CopyProposer:
         """
         before, self._known = self._known, {}
         self._step += 1
-        drafts = []
+        drafts: list[list[int]] = []
         for row, sampled in enumerate(sampled_token_ids):
             length = int(num_tokens_no_spec[row])
             if not sampled or length >= self.limit:
@@ -77,9 +77,7 @@ class CopyProposer:
                 self._known.setdefault(name, []).extend(recent)
         return drafts
 
-    def _context(
-        self, known: dict[Key, list[tuple[int, SuffixIndex]]], tokens: np.ndarray, length: int
-    ) -> SuffixIndex:
+    def _context(self, known: dict[Key, list[tuple[int, SuffixIndex]]], tokens: np.ndarray, length: int) -> SuffixIndex:
         """The context that had these tokens at the last step, taken out of `known`; or an empty one."""
         found = known.get(key(tokens, length), [])
         places = np.arange(SAMPLES) * length // SAMPLES

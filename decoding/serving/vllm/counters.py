@@ -61,6 +61,4 @@ def _counters() -> dict[str, Counter]:
 
 @cache
 def _histogram() -> Histogram:
-    return Histogram(
-        "switchsd:probe_score", "Copy intent where a suffix match was found.", LABELS, buckets=BUCKETS
-    )
+    return Histogram("switchsd:probe_score", "Copy intent where a suffix match was found.", LABELS, buckets=BUCKETS)
