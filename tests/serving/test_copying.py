@@ -20,7 +20,7 @@ from activations.packaged import folder
 settings = json.loads(sys.argv[1])
 llm = LLM(
     model=str(folder("smollm2")), dtype="float32", max_model_len=1024, enforce_eager=True, disable_log_stats=False,
-    enable_prefix_caching=True, max_num_seqs=6, **settings,
+    enable_prefix_caching=True, **settings,
 )
 prompts = [[dict(m) for m in p.messages] for p in load_corpus("validation")[::9][:16]]
 prompts += [[{"role": "user", "content": f"Repeat this list twice, one item a line: {items}"}] for items in (
@@ -55,14 +55,14 @@ def served(**settings: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    return served()
+    return served(max_num_seqs=6)
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"max_num_batched_tokens": 48},  # prompts are read in pieces, beside requests that draft
-        {"block_size": 32, "num_gpu_blocks_override": 34},  # requests are stopped and computed again
+        {"max_num_seqs": 6, "max_num_batched_tokens": 48},  # prompts are read in pieces, beside requests that draft
+        {"max_num_seqs": 20, "block_size": 32, "num_gpu_blocks_override": 34},  # requests are stopped and computed again
     ],
 )
 def test_the_text_is_the_targets(alone: dict[str, Any], settings: dict[str, Any]) -> None:
