@@ -61,8 +61,9 @@ def alone() -> dict[str, Any]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"max_num_seqs": 6, "max_num_batched_tokens": 48},  # prompts are read in pieces, beside requests that draft
-        {"max_num_seqs": 20, "block_size": 32, "num_gpu_blocks_override": 34},  # requests are stopped and computed again
+        # Prompts are read in pieces beside requests that draft; requests are stopped and computed again.
+        {"max_num_seqs": 6, "max_num_batched_tokens": 48},
+        {"max_num_seqs": 20, "block_size": 32, "num_gpu_blocks_override": 34},
     ],
 )
 def test_the_text_is_the_targets(alone: dict[str, Any], settings: dict[str, Any]) -> None:

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Histogram
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 LABELS = ("model_name", "engine")
 """As vLLM labels its own: the served name, and the number of the data-parallel replica."""
@@ -34,6 +38,14 @@ class Counters:
         labels = (model, str(replica))
         self._counts = {name: metric.labels(*labels) for name, metric in _counters().items()}
         self._scores = _histogram().labels(*labels)
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig) -> Counters:
+        """Those of an engine."""
+        model = vllm_config.model_config
+        names = model.served_model_name
+        name = names[0] if isinstance(names, list) else names or model.model
+        return cls(name, vllm_config.parallel_config.data_parallel_index)
 
     def decided(self, scores: Sequence[float], copies: int, rows: int, skipped: bool) -> None:
         """One step: the copy intents [0..1] that were asked for, how many of the drafting requests copy, how many
