@@ -59,6 +59,8 @@ class Engine:
     cpu: bool
     plugin: str | None
     """The name of the switch's entry point there."""
+    server: tuple[str, ...]
+    """The module that serves, and the argument before the model."""
 
 
 def serve(
@@ -100,7 +102,7 @@ def serve(
     else:
         source, speculative, additional, about = _switching(model, probe, drafter, tau, kappa)
     speculative["num_speculative_tokens"] = speculative_tokens
-    command = [engine.python, "-m", "vllm.entrypoints.cli.main", "serve", source]
+    command = [engine.python, "-m", *engine.server, source]
     if source != model and "--served-model-name" not in map(_option, rest):
         command += ["--served-model-name", model]
     command += ["--dtype", dtype] if dtype is not None else []
@@ -246,7 +248,7 @@ def find_engine(python: str, switching: bool) -> Engine:
         found = json_module.loads(
             subprocess.run([python, "-c", LOOK], check=True, capture_output=True, text=True, timeout=120).stdout
         )
-        version, cpu = found["vllm"] or found["cpu"], found["cpu"]
+        version = found["vllm"] or found["cpu"]
         has, plugins = found["has"], found["plugins"]
     except (OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError) as error:
         raise UsageError(f"--vllm-python {python} does not run as a Python ({type(error).__name__})") from error
@@ -254,7 +256,11 @@ def find_engine(python: str, switching: bool) -> Engine:
         raise UsageError(f"{python} has no vLLM: {INSTALL}")
     if "decoding" not in has or (switching and not plugins):
         raise UsageError(f"{python} has vLLM {version} and no switchsd with its plug-in: install switchsd there too")
-    return Engine(python, version, bool(cpu) or "+cpu" in version, plugins[0] if plugins else None)
+    server = ("vllm.entrypoints.cli.main", "serve")
+    if found["vllm"] is None:  # the command `vllm` asks for the version of a package of this name
+        server = ("vllm.entrypoints.openai.api_server", "--model")
+    cpu = found["vllm"] is None or "+cpu" in version
+    return Engine(python, version, cpu, plugins[0] if plugins else None, server)
 
 
 def environment(engine: Engine, rest: Sequence[str]) -> dict[str, str]:

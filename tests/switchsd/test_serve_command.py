@@ -180,8 +180,17 @@ def test_copying_alone_needs_neither_probe_nor_head(run: Run, fake: Any, tiny_fo
     assert code == 0 and options(printed) == {
         "--speculative-config": {"method": "custom_class", "model": model, "num_speculative_tokens": 8}
     }
+    assert json.loads(printed)["command"][1:5] == ["-m", "vllm.entrypoints.cli.main", "serve", str(tiny_folder)]
     code, printed, _ = run(*given, "--kappa", 3)
     assert code == 0 and options(printed)["--additional-config"] == {"switchsd": {"kappa": 3}}
+
+
+def test_the_package_for_cpus_has_no_command_that_works(run: Run, fake: Any, tiny_folder: Path) -> None:
+    python = fake(vllm=None, cpu="0.32.0")
+    code, printed, _ = run("serve", tiny_folder, "--drafter", "none", "--vllm-python", python, "--dry-run", "--json")
+    found = json.loads(printed)
+    assert code == 0 and found["environment"] == {"VLLM_CPU_KVCACHE_SPACE": "4"}
+    assert found["command"][1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny_folder)]
 
 
 def test_what_the_user_has_set_stays(
@@ -272,7 +281,7 @@ def test_heads_that_vllm_cannot_load(
 @pytest.mark.parametrize(
     ("found", "told"),
     [
-        ({"has": ["decoding"], "vllm": None}, "has no vLLM: install it into an environment"),
+        ({"has": ["decoding"]}, "has no vLLM: install it into an environment"),
         ({"has": ["vllm"]}, "no switchsd with its plug-in"),
         ({"plugins": []}, "no switchsd with its plug-in"),
     ],
