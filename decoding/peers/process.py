@@ -6,8 +6,13 @@
     from it            {"tokens": [ids], "decoded": 127, "steps": 127, "first_token_seconds": s, "decode_seconds": s}
                        or {"error": "..."}
 
-Greedy. `tokens` ends with the stop token where one was met; `decoded` counts the tokens that came after the first
-forward; `steps` is 0 where the engine does not tell. It ends when its standard input does.
+An engine that serves many requests at a time (vLLM) also takes
+
+    to it, a batch     {"prompts": [[ids], ...], "max_new_tokens": 128, "stop": [ids]} and what `Peer.ask_all` may add
+    from it            {"answers": [...], "seconds": s, "forwards": 412, "counters": {...}, "profile": [...]}
+
+Greedy unless a batch says otherwise. `tokens` ends with the stop token where one was met; `decoded` counts the tokens
+that came after the first forward; `steps` is 0 where the engine does not tell. It ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -22,7 +27,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Queue
-from typing import Any
+from typing import Any, TypeVar
+
+Form = TypeVar("Form")
 
 SETTLE_SECONDS = 0.3
 """Its threads may spin on for a while; the next column waits for that."""
@@ -41,6 +48,33 @@ class Told:
     steps: int
     first_token_seconds: float
     decode_seconds: float
+
+
+@dataclass(frozen=True)
+class Served(Told):
+    """One answer of a batch. Of an aborted request: what had come."""
+
+    drafted: int
+    """Tokens that were drafted for its steps."""
+    prompt_forwards: int
+    """Forwards that read a piece of its prompt: 2 and more where it was cut."""
+    cached: int
+    """Tokens of its prompt that were not read, because they were known from earlier ones."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The answers to a batch, in its order."""
+
+    answers: list[Served]
+    seconds: float
+    """From the first request to the last token."""
+    forwards: int
+    """Steps of the engine."""
+    counters: dict[str, float]
+    """The engine's own, by the names of its Prometheus endpoint; they count from its start."""
+    profile: list[dict[str, Any]]
+    """`function`, `calls`, `own_ms`, `ms` (calls inside it included), dearest first; empty where none was asked for."""
 
 
 class Peer:
@@ -69,24 +103,24 @@ class Peer:
 
     def ask(self, prompt: list[int], max_new_tokens: int, stop: Sequence[int] = ()) -> Told:
         """Its greedy continuation of the prompt. Raises PeerError."""
-        if self._process is None:
-            self._start()
-        assert self._process is not None and self._process.stdin is not None
-        question = {"prompt": prompt, "max_new_tokens": max_new_tokens, "stop": list(stop)}
-        try:
-            self._process.stdin.write(json.dumps(question) + "\n")
-            self._process.stdin.flush()
-        except OSError as error:
-            raise self._broken(f"takes no more questions ({error.strerror})") from error
-        answer = self._next(self._limits[1])
-        try:
-            told = Told(**answer)
-        except TypeError as error:
-            raise self._broken(f"gave an answer of another form ({error})") from error
+        answer = self._answer({"prompt": prompt, "max_new_tokens": max_new_tokens, "stop": list(stop)})
+        told = self._read_as(Told, answer)
         if not told.tokens or len(told.tokens) > max_new_tokens:
             raise self._broken(f"wrote {len(told.tokens)} tokens where 1 to {max_new_tokens} were asked for")
-        time.sleep(SETTLE_SECONDS)
         return told
+
+    def ask_all(
+        self, prompts: Sequence[list[int]], max_new_tokens: int, stop: Sequence[int] = (), **more: Any
+    ) -> Batch:
+        """Its continuations of all prompts, as many at a time as it takes. Raises PeerError.
+
+        `more`: `concurrency` (at most so many at a time), `sampling` (arguments of the engine's own sampling),
+        `abort` ({place: tokens}: given up once so many have come), `profile` (part of a path: functions in such files).
+        """
+        question = {"prompts": list(prompts), "max_new_tokens": max_new_tokens, "stop": list(stop), **more}
+        answer = self._answer(question)
+        answer["answers"] = [self._read_as(Served, a) for a in answer.get("answers", ())]
+        return self._read_as(Batch, answer)
 
     def close(self) -> None:
         """End the process. Safe to repeat."""
@@ -103,6 +137,25 @@ class Peer:
             process.wait()
 
     # -- inside -------------------------------------------------------------------------------------
+
+    def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        if self._process is None:
+            self._start()
+        assert self._process is not None and self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise self._broken(f"takes no more questions ({error.strerror})") from error
+        answer = self._next(self._limits[1])
+        time.sleep(SETTLE_SECONDS)
+        return answer
+
+    def _read_as(self, kind: type[Form], answer: dict[str, Any]) -> Form:
+        try:
+            return kind(**answer)
+        except TypeError as error:
+            raise self._broken(f"gave an answer of another form ({error})") from error
 
     def _start(self) -> None:
         self._lines = Queue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -23,6 +24,18 @@ PEERS = ("llama.cpp", "llama.cpp-ngram", "vllm", "vllm-ngram", "vllm-suffix")
 INSTALLED = "peers"
 """Stands for every peer that is found."""
 CONTEXT = 8192
+SPECULATION: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": 10, "prompt_lookup_min": 2, "prompt_lookup_max": 5},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 16},
+}
+"""How `vllm-ngram` and `vllm-suffix` draft."""
+VLLM = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "NUMBA_NUM_THREADS": "1",  # threads of the n-gram drafter's own slow the engine's down by several times
+}
+"""The environment of a vLLM that is asked here: its engine runs in the process that is asked."""
 
 
 @dataclass(frozen=True)
@@ -107,13 +120,16 @@ def _vllm(name: str, config: PeerConfig, target: Target) -> tuple[list[str], dic
     if speculation == "suffix" and not _has(python, "arctic_inference"):
         raise DecodingError(f"{name}: {python} has no arctic-inference, which suffix decoding needs: install it there")
     dtype = str(target.dtype).removeprefix("torch.")
-    command = [python, _script("vllm_engine"), "--model", str(target.folder), "--dtype", dtype]
-    command += ["--context", str(min(target.max_length, CONTEXT)), "--speculation", speculation or "none"]
-    environment = {
-        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
-        "NUMBA_NUM_THREADS": "1",  # threads of the n-gram drafter's own slow the engine's down by several times
+    engine = {
+        "model": str(target.folder), "dtype": dtype, "max_model_len": min(target.max_length, CONTEXT),
+        "max_num_seqs": 1, "speculative_config": SPECULATION.get(speculation), "enable_prefix_caching": False,
     }  # fmt: skip
-    return command, {"python": python, "dtype": dtype}, environment
+    return vllm_command(python, engine), {"python": python, "dtype": dtype}, VLLM
+
+
+def vllm_command(python: str, engine: dict[str, Any]) -> list[str]:
+    """Runs vLLM under a Python that has it; `engine`: the arguments of `vllm.LLM`."""
+    return [python, _script("vllm_engine"), "--settings", json.dumps(engine)]
 
 
 def _has(python: str, module: str) -> bool:

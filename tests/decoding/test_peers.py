@@ -6,7 +6,7 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from decoding.decoder import Decoder
 from decoding.modes import DecodingError
 from decoding.peers import start as start_module
 from decoding.peers.process import Peer, PeerError
-from decoding.peers.start import PEERS, PeerConfig, installed, start
+from decoding.peers.start import PEERS, PeerConfig, installed, start, vllm_command
 from decoding.suite import SuitePrompt
 
 FAKE = """
@@ -180,9 +180,9 @@ def test_commands_name_the_model_and_the_threads(small_target: Callable[..., Tar
     with pytest.raises(DecodingError, match="arctic-inference"):
         start("vllm-suffix", vllm, _in_folder(target, tmp_path))
     command = start("vllm-ngram", vllm, _in_folder(target, tmp_path))._command
-    assert command[2:] == [
-        "--model", str(tmp_path), "--dtype", "float32", "--context", "256", "--speculation", "ngram",
-    ]  # fmt: skip
+    engine = json.loads(command[-1])
+    assert (engine["model"], engine["dtype"], engine["max_model_len"]) == (str(tmp_path), "float32", 256)
+    assert engine["speculative_config"]["method"] == "ngram"
 
 
 def _in_folder(target: Target, folder: Path) -> Target:
@@ -236,50 +236,89 @@ def test_vllm_script_says_what_is_missing(tmp_path: Path) -> None:
     if importlib.util.find_spec("vllm") is not None:
         pytest.skip("vllm is installed here")
     script = Path(start_module.__file__).parent / "vllm_engine.py"
-    options = ["--model", str(tmp_path), "--dtype", "float32", "--context", "8"]
+    options = ["--settings", json.dumps({"model": str(tmp_path)})]
     with pytest.raises(PeerError, match="vllm cannot be started: ModuleNotFoundError"):
         Peer("vllm", [sys.executable, str(script), *options]).ask([1], 2)
 
 
 VLLM = """
+import sys, types
+class Registry:
+    def collect(self):
+        sample = types.SimpleNamespace(name="vllm:drafts_total", value=3.0)
+        return [types.SimpleNamespace(name="vllm:drafts", type="counter", samples=[sample])]
+sys.modules["prometheus_client"] = types.SimpleNamespace(REGISTRY=Registry())
 __version__ = "0 (fake)"
 class SamplingParams:
     def __init__(self, **given):
         self.__dict__ |= given
 class Output:
-    def __init__(self, tokens):
+    def __init__(self, number, tokens, finished):
         self.outputs = [self]
-        self.token_ids = tokens
+        self.request_id, self.token_ids, self.finished = number, tokens, finished
 class LLM:
     def __init__(self, **given):
         print("loading", given)
-        self.llm_engine = self
-        self.left = 0
+        self.llm_engine = self.engine_core = self.scheduler = self
+        self.running = {}
+        self.most = 0
     def add_request(self, number, prompt, sampling):
-        self.tokens, self.left = [], sampling.max_tokens
-        self.last = prompt["prompt_token_ids"][-1]
+        self.running[number] = [prompt["prompt_token_ids"], [], sampling.max_tokens]
+        self.most = max(self.most, len(self.running))
+        return number + "-inside"
+    def abort_request(self, numbers):
+        for number in numbers:
+            del self.running[number]
     def has_unfinished_requests(self):
-        return self.left > 0
+        return bool(self.running)
+    def schedule(self):
+        new = [types.SimpleNamespace(req_id=n + "-inside", num_computed_tokens=1)
+               for n, (prompt, tokens, _) in self.running.items() if not tokens and len(prompt) > 1]
+        counts = {n + "-inside": 3 if tokens else len(prompt) for n, (prompt, tokens, _) in self.running.items()}
+        drafts = {n + "-inside": [0, 0] for n, (_, tokens, _) in self.running.items() if tokens}
+        return types.SimpleNamespace(
+            scheduled_new_reqs=new, num_scheduled_tokens=counts, scheduled_spec_decode_tokens=drafts)
     def step(self):
-        count = min(1 if not self.tokens else 3, self.left)
-        self.tokens = self.tokens + [self.last] * count
-        self.left -= count
-        return [Output(self.tokens)]
+        self.scheduler.schedule()
+        outputs = []
+        for number, (prompt, tokens, most) in list(self.running.items()):
+            tokens = tokens + [prompt[-1]] * min(3 if tokens else 1, most - len(tokens))
+            self.running[number][1] = tokens
+            if len(tokens) == most:
+                del self.running[number]
+            outputs.append(Output(number, tokens, len(tokens) == most))
+        return outputs
 """
 
 
-def test_vllm_is_stepped_and_its_pieces_are_counted(tmp_path: Path) -> None:
+@pytest.fixture
+def fake_vllm(tmp_path: Path) -> Iterator[Peer]:
     (tmp_path / "vllm.py").write_text(VLLM)
-    script = Path(start_module.__file__).parent / "vllm_engine.py"
-    options = ["--model", "m", "--dtype", "float32", "--context", "8", "--speculation", "ngram"]
-    peer = Peer("vllm-ngram", [sys.executable, str(script), *options], environment={"PYTHONPATH": str(tmp_path)})
-    told = peer.ask([1, 5], 9)
+    command = vllm_command(sys.executable, {"model": "m", "speculative_config": {"method": "ngram"}})
+    peer = Peer("vllm-ngram", command, environment={"PYTHONPATH": str(tmp_path)})
+    yield peer
+    peer.close()
+
+
+def test_vllm_is_stepped_and_its_pieces_are_counted(fake_vllm: Peer) -> None:
+    told = fake_vllm.ask([1, 5], 9)
     assert told.tokens == [5] * 9
     assert (told.decoded, told.steps) == (8, 3), "the first token comes from reading the prompt"
     assert told.first_token_seconds > 0 and told.decode_seconds > 0
-    assert peer.about["ready"] == "vllm 0 (fake)" and "ngram" in peer.about["differs"]
-    assert peer.ask([7], 2).tokens == [7, 7]
-    peer.close()
+    assert fake_vllm.about["ready"] == "vllm 0 (fake)" and "ngram" in fake_vllm.about["differs"]
+    assert fake_vllm.ask([7], 2).tokens == [7, 7]
+
+
+def test_vllm_answers_a_batch(fake_vllm: Peer) -> None:
+    batch = fake_vllm.ask_all([[1, 5], [6], [1, 2, 7]], 9, abort={"1": 4}, profile="vllm")
+    assert [a.tokens for a in batch.answers] == [[5] * 9, [6] * 4, [7] * 9], "the second one was given up"
+    assert [(a.decoded, a.steps, a.drafted, a.prompt_forwards, a.cached) for a in batch.answers] == [
+        (8, 3, 6, 1, 1), (3, 1, 2, 1, 0), (8, 3, 6, 1, 1),
+    ]  # fmt: skip
+    assert (batch.forwards, batch.counters) == (4, {"vllm:drafts": 3.0})
+    assert {"vllm.py:step", "vllm.py:schedule"} <= {f["function"] for f in batch.profile}
+    one_by_one = fake_vllm.ask_all([[1], [2]], 4, concurrency=1)
+    assert one_by_one.forwards == 4 and one_by_one.profile == []
 
 
 def test_assisted_generation_gives_the_same_text(
