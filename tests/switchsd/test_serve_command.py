@@ -23,7 +23,7 @@ from probes.artifact import Probe, ProbeConfig
 from switchsd.artifacts import cached
 
 Run = Callable[..., tuple[int, str, str]]
-THERE = {"vllm": "0.32.0+cpu", "cpu": None, "plugins": ["switchsd"], "has": ["vllm", "decoding"]}
+THERE = {"vllm": "0.32.0+cpu", "cpu": None, "plugins": ["switchsd"], "folders": {"vllm": "v", "decoding": "d"}}
 FAKE = """#!{python}
 import json, os, signal, sys, time
 if sys.argv[1] == "-c":
@@ -55,6 +55,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]
     """fake(**found) -> a Python that says of itself what is given, and as vLLM only logs how it was started."""
     for name in ("PROMETHEUS_MULTIPROC_DIR", "VLLM_CPU_KVCACHE_SPACE", "VLLM_PLUGINS"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("decoding.serving.vllm.symbols.missing", lambda runner, folder: [])
 
     def make(**found: Any) -> Path:
         script = tmp_path / "python"
@@ -281,9 +282,11 @@ def test_heads_that_vllm_cannot_load(
 @pytest.mark.parametrize(
     ("found", "told"),
     [
-        ({"has": ["decoding"]}, "has no vLLM: install it into an environment"),
-        ({"has": ["vllm"]}, "no switchsd with its plug-in"),
+        ({"folders": {"decoding": "d"}}, "has no vLLM: install it into an environment"),
+        ({"folders": {"vllm": "v"}}, "no switchsd with its plug-in"),
         ({"plugins": []}, "no switchsd with its plug-in"),
+        ({"vllm": "0.31.2"}, "vLLM is 0.31.2, and the switch knows 0.32 to"),
+        ({"vllm": None, "cpu": "0.99.0"}, "vLLM is 0.99.0, and the switch knows 0.32 to"),
     ],
 )
 def test_environments_that_lack_something(
@@ -291,6 +294,20 @@ def test_environments_that_lack_something(
 ) -> None:
     code, _, errors = run("serve", tiny_folder, "--vllm-python", fake(**found), "--dry-run")
     assert code == 2 and told in errors
+
+
+def test_a_vllm_that_lacks_what_the_plug_in_rests_on(
+    run: Run, fake: Any, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = fake(vllm="0.33.0")
+    looked: list[tuple[str, Path]] = []
+    lacks = lambda runner, folder: (looked.append((runner, folder)), ["no class EagleProposer"])[1]  # noqa: E731
+    monkeypatch.setattr("decoding.serving.vllm.symbols.missing", lacks)
+    code, _, errors = run("serve", tiny_folder, "--vllm-python", python, "--dry-run")
+    assert code == 2 and "vLLM 0.33.0 is not as the switch knows" in errors and "no class EagleProposer" in errors
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    run("serve", tiny_folder, "--vllm-python", python, "--dry-run")
+    assert looked == [("v2", Path("v")), ("v1", Path("v"))]
 
 
 def test_what_is_no_python(run: Run, tiny_folder: Path) -> None:
