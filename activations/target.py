@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from jinja2 import TemplateError
@@ -518,18 +518,7 @@ def load_target(
     Raises TargetError with a message for people.
     """
     text = os.fspath(name)
-    if text in packaged.ALIASES:
-        source: str = str(packaged.folder(text))
-    elif Path(text).is_dir():
-        source = text
-    else:
-        source = text
-        if text.startswith((".", "/", "~")) or text.count("/") > 1:
-            raise TargetError(f"no such folder: {text}")
-        if "/" not in text:
-            raise TargetError(
-                f"unknown target {text!r}: use an alias ({', '.join(packaged.ALIASES)}), a hub id or a folder"
-            )
+    source = target_source(text)
     if device is not None and device_map is not None:
         raise TargetError(f"device {str(device)!r} and device_map {device_map!r} were both given: choose one")
     if device is None:
@@ -565,16 +554,8 @@ def load_target(
             choose_attention(model)
         part = "tokenizer"
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise  # a download that filled the disk
-        first = str(error).strip().splitlines()[0].rstrip(": ") if str(error).strip() else ""
-        kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
-        raise TargetError(
-            f"cannot load target {text!r}, its {part}: {kind}{first}\n"
-            f"Use an alias ({', '.join(packaged.ALIASES)}), a hub id that is cached or reachable, or a folder with "
-            "config.json, safetensors weights and a tokenizer."
-        ) from error
+    except UNLOADABLE as error:
+        _refuse(text, part, error)
     folder = Path(source) if Path(source).is_dir() else None
     target = Target(model if placing else model.to(device), tokenizer, text, folder, quantization)
     if check:
@@ -582,6 +563,52 @@ def load_target(
     if quantization is None and not trust_remote_code:
         target.speed_up()
     return target
+
+
+UNLOADABLE = (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError)
+
+
+def _refuse(name: str, part: str, error: Exception) -> NoReturn:
+    """Say which part of a target cannot be loaded, and what can."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        raise error  # a download that filled the disk
+    first = str(error).strip().splitlines()[0].rstrip(": ") if str(error).strip() else ""
+    kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+    raise TargetError(
+        f"cannot load target {name!r}, its {part}: {kind}{first}\n"
+        f"Use an alias ({', '.join(packaged.ALIASES)}), a hub id that is cached or reachable, or a folder with "
+        "config.json, safetensors weights and a tokenizer."
+    ) from error
+
+
+def target_source(name: str) -> str:
+    """The folder or hub id of a target that is named by alias, hub id or folder. Raises TargetError."""
+    if name in packaged.ALIASES:
+        return str(packaged.folder(name))
+    if not Path(name).is_dir():
+        if name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise TargetError(f"no such folder: {name}")
+        if "/" not in name:
+            raise TargetError(
+                f"unknown target {name!r}: use an alias ({', '.join(packaged.ALIASES)}), a hub id or a folder"
+            )
+    return name
+
+
+def unloaded_target(name: str | os.PathLike[str]) -> Target:
+    """A target without its weights, to ask what it is and what fits it. Raises TargetError."""
+    text = os.fspath(name)
+    source = target_source(text)
+    part = "configuration"
+    try:
+        config = AutoConfig.from_pretrained(source)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        part = "tokenizer"
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except UNLOADABLE as error:
+        _refuse(text, part, error)
+    return Target(model, tokenizer, text, Path(source) if Path(source).is_dir() else None)
 
 
 def choose_attention(model: PreTrainedModel) -> None:

@@ -30,6 +30,7 @@ COMMANDS = {
     "causality": "Test whether the target uses what a probe reads.",
     "write": "Let the target write bulk text for training drafters.",
     "adapt": "Make a probe and a head for a target of your own.",
+    "serve": "Serve a target with vLLM and the switch in it.",
     "profile": "Measure what each part of a step costs on this machine.",
     "simulate": "Say what overlapping two batches (MineDraft) would bring, from measured or published times.",
     "bench": "Compare modes on prompts, beside Hugging Face generate and other engines.",

@@ -181,7 +181,7 @@ def _eagle(target: Target, source: str | os.PathLike[str]) -> EagleDrafter:
 
     folder = Path(source)
     theirs = made_for(folder)
-    _check_made_for("head", theirs, target, folder, "--neural none")  # a published head does not say
+    check_made_for("head", theirs, target, folder, "--neural none")  # a published head does not say
     head = load_head(folder, target.vocab_size)
     if theirs is None:  # nobody has vouched for it
         from decoding.eagle.selfcheck import ensure_head
@@ -200,7 +200,7 @@ def _draft(target: Target, source: str | os.PathLike[str]) -> DraftModelDrafter:
 
     folder, config = Path(source), CONFIGS["draft"]
     if (folder / config).is_file():
-        _check_made_for("draft model", made_for(folder, config), target, folder, "another --draft")
+        check_made_for("draft model", made_for(folder, config), target, folder, "another --draft")
         return drafter_of(folder, target)
     try:
         return DraftModelDrafter(target, independent(source, target))
@@ -210,7 +210,7 @@ def _draft(target: Target, source: str | os.PathLike[str]) -> DraftModelDrafter:
         raise ChoiceError(f"{os.fspath(source)!r} cannot draft: {error}") from error
 
 
-def _check_made_for(what: str, theirs: Any, target: Target, folder: Path, instead: str) -> None:
+def check_made_for(what: str, theirs: Any, target: Target, folder: Path, instead: str) -> None:
     """Raise ChoiceError where files say that they were made for another target."""
     from decoding.eagle.head import ChoiceError
 

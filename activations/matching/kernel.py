@@ -56,9 +56,17 @@ def _append(
 
 
 @triton.jit
+def _row(rows: tl.tensor | None, b: tl.tensor) -> tl.tensor:
+    """int64: the row of the buffer that request b's context is in."""
+    row = b if rows is None else tl.load(rows + b)
+    return row.to(tl.int64)
+
+
+@triton.jit
 def _scan(
     buffer: tl.tensor,
     ends: tl.tensor,
+    rows: tl.tensor | None,
     keys: tl.tensor,
     counts: tl.tensor,
     stride: tl.tensor,
@@ -75,11 +83,13 @@ def _scan(
     power of two.
     """
     b, i = tl.program_id(0), tl.program_id(1)
-    end = tl.load(ends + b).to(tl.int32)
-    text = buffer + b.to(tl.int64) * stride
+    row = _row(rows, b)
+    end = tl.load(ends + row).to(tl.int32)
+    text = buffer + row * stride
     last = i * BLOCK + tl.arange(0, BLOCK)
     # a mask that is the same for all of an aligned group of places lets them be read together
-    here = tl.load(text + last, mask=(last < stride) & (i * BLOCK < end), other=0)
+    first = tl.full((BLOCK,), i * BLOCK, tl.int32)
+    here = tl.load(text + last, mask=(last < stride) & (first < end), other=0)
     hit = (last >= KAPPA - 1) & (last < end - 1) & (here == tl.load(text + end - 1, mask=end >= 1, other=0))
     for j in tl.static_range(2, KAPPA + 1):
         wanted = tl.load(text + end - j, mask=end >= j, other=0)
@@ -122,6 +132,7 @@ def _gather(
     buffer: tl.tensor,
     ends: tl.tensor,
     prompts: tl.tensor,
+    rows: tl.tensor | None,
     keys: tl.tensor,
     counts: tl.tensor,
     starts: tl.tensor,
@@ -142,38 +153,38 @@ def _gather(
 ) -> None:
     """Program b: the candidates of request b and their tree. The last five are sizes rounded up to powers of two:
     of W, D, the blocks, the keys of all blocks and W * D."""
-    b = tl.program_id(0)
-    row = b.to(tl.int64)
-    end = tl.load(ends + b).to(tl.int32)
+    b = tl.program_id(0).to(tl.int64)
+    row = _row(rows, b)
+    end = tl.load(ends + row).to(tl.int32)
     text = buffer + row * stride
     slot, block = tl.arange(0, SLOTS), tl.arange(0, BLOCKS)
-    key = tl.load(keys + row * blocks * W + slot, mask=slot < blocks * W, other=-1)
-    count = tl.sum(tl.load(counts + row * blocks + block, mask=block < blocks, other=0), axis=0)
+    key = tl.load(keys + b * blocks * W + slot, mask=slot < blocks * W, other=-1)
+    count = tl.sum(tl.load(counts + b * blocks + block, mask=block < blocks, other=0), axis=0)
     best = _best(key, W, WIDE)
     found = best >= 0
     start = tl.where(found, best & 0xFFFFFFFF, -1).to(tl.int32)
     length = tl.where(found, best >> 32, 0).to(tl.int32)
     w, d = tl.arange(0, WIDE), tl.arange(0, DEPTH)
-    tl.store(starts + row * W + w, start, mask=w < W)
-    tl.store(lengths + row * W + w, length, mask=w < W)
+    tl.store(starts + b * W + w, start, mask=w < W)
+    tl.store(lengths + b * W + w, length, mask=w < W)
 
     # tokens: one that reaches the context's end goes on with period `end - start`
     inside = found[:, None] & (d < D)[None, :]
     at = start[:, None] + d[None, :] % tl.where(found, end - start, 1)[:, None]
     copied = tl.load(text + at, mask=inside, other=-1)
-    tl.store(tokens + (row * W + w[:, None]) * D + d[None, :], copied, mask=(w < W)[:, None] & (d < D)[None, :])
+    tl.store(tokens + (b * W + w[:, None]) * D + d[None, :], copied, mask=(w < W)[:, None] & (d < D)[None, :])
 
     first = tl.max(tl.where(w == 0, start, -1), axis=0)
     token = tl.load(text + first, mask=first >= 0, other=-1)
     agreeing = tl.sum((found & (tl.load(text + start, mask=found, other=-1) == token)).to(tl.int32), axis=0)
     some = first >= 0
-    out = summary + row * 6
+    out = summary + b * 6
     tl.store(out, end)
     tl.store(out + 1, count)
     tl.store(out + 2, tl.max(length, axis=0))
     tl.store(out + 3, tl.where(some, end - first, 0))
     tl.store(out + 4, agreeing)
-    tl.store(out + 5, (some & (first < tl.load(prompts + b).to(tl.int32))).to(tl.int32))
+    tl.store(out + 5, (some & (first < tl.load(prompts + row).to(tl.int32))).to(tl.int32))
 
     # tree: a node (w, d) belongs to the first candidate with its prefix, a node above it to the first with that
     owner = tl.full((WIDE, DEPTH), 0, tl.int32)
@@ -192,12 +203,12 @@ def _gather(
     for v in range(W):
         numbers = tl.sum(tl.where((w == v)[:, None], higher, 0), axis=0)
         parent = tl.where((above == v) & (d > 0)[None, :], numbers[None, :], parent)
-    tl.store(tree_tokens + row * W * D + own, copied, mask=new)
-    tl.store(tree_parents + row * W * D + own, parent, mask=new)
+    tl.store(tree_tokens + b * W * D + own, copied, mask=new)
+    tl.store(tree_parents + b * W * D + own, parent, mask=new)
     node = tl.arange(0, NODES)
     unused = (node >= tl.sum(tl.sum(new.to(tl.int32), axis=1), axis=0)) & (node < W * D)
-    tl.store(tree_tokens + row * W * D + node, -1, mask=unused)
-    tl.store(tree_parents + row * W * D + node, -2, mask=unused)
+    tl.store(tree_tokens + b * W * D + node, -1, mask=unused)
+    tl.store(tree_parents + b * W * D + node, -2, mask=unused)
 
 
 @triton.jit
@@ -223,9 +234,11 @@ class Workspace:
     matches: TensorMatches
 
     @classmethod
-    def of(cls, buffer: torch.Tensor, config: MatchConfig, block: int | None = None) -> Workspace:
-        """Tensors for contexts in `buffer` [B, capacity]."""
-        rows, capacity = buffer.shape
+    def of(
+        cls, buffer: torch.Tensor, config: MatchConfig, block: int | None = None, rows: int | None = None
+    ) -> Workspace:
+        """Tensors for at most `rows` contexts at a time in `buffer` [R, capacity], by default R."""
+        rows, capacity = len(buffer) if rows is None else rows, buffer.shape[1]
         if block is None:
             block = min(max(triton.next_power_of_2(triton.cdiv(capacity, BLOCKS)), SMALLEST), LARGEST)
         blocks = triton.cdiv(capacity, block)
@@ -257,31 +270,38 @@ def find_matches(
     prompts: torch.Tensor,
     config: MatchConfig,
     workspace: Workspace | None = None,
+    rows: torch.Tensor | None = None,
 ) -> TensorMatches:
-    """Suffix matches of the contexts buffer[b, :lengths[b]].
+    """Suffix matches of the contexts buffer[r, :lengths[r]], for each r of `rows`; by default for all.
 
-    `buffer` int32 [B, capacity], contiguous, fastest if capacity is a multiple of 16; `lengths` and `prompts`
-    (tokens of the prompt) int32 or int64 [B] on the same device, at most capacity. With a workspace nothing is
-    allocated, and the result is overwritten by the next call.
+    `buffer` int32 [R, capacity], contiguous, fastest if capacity is a multiple of 16; `lengths` and `prompts`
+    (tokens of the prompt) int32 or int64 [R], at most capacity; `rows` int32 or int64 [B], at least 0 and less than
+    R; all on one device. With a workspace nothing is allocated, and the result is overwritten by the next call.
     """
     if buffer.dtype != torch.int32 or buffer.dim() != 2 or not buffer.is_contiguous():
-        raise ValueError(f"buffer is {buffer.dtype} {list(buffer.shape)}; it must be contiguous int32 [B, capacity]")
+        raise ValueError(f"buffer is {buffer.dtype} {list(buffer.shape)}; it must be contiguous int32 [R, capacity]")
     for name, value in (("lengths", lengths), ("prompts", prompts)):
         if value.shape != buffer.shape[:1] or value.device != buffer.device:
             raise ValueError(
                 f"{name} is {list(value.shape)} on {value.device}; it must be {list(buffer.shape[:1])} "
                 f"on {buffer.device}"
             )
-    rows, capacity = buffer.shape
+    if rows is not None and (rows.dim() != 1 or rows.is_floating_point() or rows.device != buffer.device):
+        found_rows = f"{rows.dtype} {list(rows.shape)} on {rows.device}"
+        raise ValueError(f"rows is {found_rows}; it must be integers [B] on {buffer.device}")
+    requests, capacity = len(buffer if rows is None else rows), buffer.shape[1]
     w, d = config.candidates, config.depth
-    space = workspace or Workspace.of(buffer, config)
+    space = workspace or Workspace.of(buffer, config, rows=requests)
+    if requests > len(space.keys):
+        raise ValueError(f"the workspace is for {len(space.keys)} contexts, and {requests} were asked for")
     blocks, found = space.counts.shape[1], space.matches
-    scan(buffer, lengths, config, space)
+    scan(buffer, lengths, config, space, rows)
     with torch.cuda.device_of(buffer):
-        _gather[(rows,)](
+        _gather[(requests,)](
             buffer,
             lengths,
             prompts,
+            rows,
             space.keys,
             space.counts,
             found.starts,
@@ -300,16 +320,23 @@ def find_matches(
             SLOTS=triton.next_power_of_2(blocks * w),
             NODES=triton.next_power_of_2(w * d),
         )
-    return found
+    return found.first(requests)
 
 
-def scan(buffer: torch.Tensor, lengths: torch.Tensor, config: MatchConfig, space: Workspace) -> None:
+def scan(
+    buffer: torch.Tensor,
+    lengths: torch.Tensor,
+    config: MatchConfig,
+    space: Workspace,
+    rows: torch.Tensor | None = None,
+) -> None:
     """The first launch of `find_matches`: the best hits of each block, into the workspace."""
     blocks = space.counts.shape[1]
     with torch.cuda.device_of(buffer):
-        _scan[(len(buffer), blocks)](
+        _scan[(len(buffer if rows is None else rows), blocks)](
             buffer,
             lengths,
+            rows,
             space.keys,
             space.counts,
             buffer.shape[1],

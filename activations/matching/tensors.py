@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -42,6 +42,12 @@ class TensorMatches:
         w, d = config.candidates, config.depth
         shapes = ((rows, w), (rows, w), (rows, w, d), (rows, w * d), (rows, w * d), (rows, len(SUMMARY)))
         return cls(*(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes))
+
+    def first(self, rows: int) -> TensorMatches:
+        """Those of the first `rows` requests, in the same memory."""
+        if rows == len(self.starts):
+            return self
+        return TensorMatches(*(getattr(self, field.name)[:rows] for field in fields(self)))
 
     def host(self) -> list[Matches]:
         """The same as host values, in one copy, which waits for the device."""

@@ -38,7 +38,8 @@ def run_this_file(what: str, folder: Path, **env: str) -> str:
 
 @needs_triton
 def test_kernel_is_the_definition(tmp_path: Path) -> None:
-    assert json.loads(run_this_file("interpret", tmp_path, TRITON_INTERPRET="1")) == ["odd shapes", "long", "appended"]
+    done = ["odd shapes", "chosen rows", "long", "appended"]
+    assert json.loads(run_this_file("interpret", tmp_path, TRITON_INTERPRET="1")) == done
 
 
 @needs_triton
@@ -49,7 +50,7 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path, capability: int) -> None:
     for name, (ptx, size) in built.items():
         assert f".target sm_{capability}" in ptx and ".entry" in ptx and size > 1000, name
     # places that are aligned in memory are read four at a time
-    assert ".v4.b32" in built["_scan of many blocks"][0]
+    assert ".v4.b32" in built["_scan of many blocks"][0] and ".v4.b32" in built["_scan of chosen rows"][0]
 
 
 # -- in processes of their own ----------------------------------------------------------------------
@@ -81,6 +82,29 @@ def interpret() -> list[str]:
             assert matches.starts is space.matches.starts
             lengths = [n // 2 for n in lengths]
 
+    @slow
+    @given(st.data(), configs())
+    def chosen_rows(data: st.DataObject, config: MatchConfig) -> None:
+        """Contexts are found through a map, a row more than once too, in a workspace with room for more."""
+        size, capacity = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 90))
+        token = st.integers(0, data.draw(st.integers(1, 3)))
+        line = st.lists(token, min_size=capacity, max_size=capacity)
+        buffer = torch.tensor([data.draw(line) for _ in range(size)], dtype=torch.int32)
+        length = st.lists(st.integers(0, capacity), min_size=size, max_size=size)
+        lengths, prompts = data.draw(length), data.draw(length)
+        rows = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=4))
+        space = data.draw(st.sampled_from([None, Workspace.of(buffer, config, 16, rows=4)]))
+        matches = find_matches(
+            buffer,
+            torch.tensor(lengths, dtype=torch.int32),
+            torch.tensor(prompts),
+            config,
+            space,
+            torch.tensor(rows, dtype=data.draw(st.sampled_from([torch.int32, torch.int64]))),
+        )
+        texts = [buffer[row, : lengths[row]].tolist() for row in rows]
+        check(matches, texts, [prompts[row] for row in rows], config)
+
     def long() -> None:
         """Several blocks, more hits than candidates, matches across block borders and longer than is measured."""
         phrase = torch.randint(0, 50_000, (41,), generator=torch.Generator().manual_seed(1))
@@ -96,6 +120,7 @@ def interpret() -> list[str]:
         feed(history, config, "triton")
 
     odd_shapes()
+    chosen_rows()
     long()
     appended()
 
@@ -110,11 +135,15 @@ def interpret() -> list[str]:
     config, right, three = MatchConfig(), torch.zeros(1, 8, dtype=torch.int32), torch.tensor([3])
     with pytest.raises(ValueError, match=r"buffer is torch.int64 \[1, 8\]; it must be contiguous int32"):
         find_matches(right.long(), three, three, config)
+    with pytest.raises(ValueError, match=r"rows is torch.float32 \[1\] on cpu; it must be integers \[B\] on cpu"):
+        find_matches(right, three, three, config, rows=torch.zeros(1))
+    with pytest.raises(ValueError, match="the workspace is for 1 contexts, and 2 were asked for"):
+        find_matches(right, three, three, config, Workspace.of(right, config), torch.zeros(2, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"lengths is \[2\] on cpu; it must be \[1\] on cpu"):
         find_matches(right, torch.tensor([3, 3]), three, config)
     with pytest.raises(ValueError, match=r"prompts is \[2\] on cpu; it must be \[1\] on cpu"):
         find_matches(right, three, torch.tensor([3, 3]), config)
-    return ["odd shapes", "long", "appended"]
+    return ["odd shapes", "chosen rows", "long", "appended"]
 
 
 def compile_for_a_gpu(capability: int) -> dict[str, tuple[str, int]]:
@@ -124,7 +153,7 @@ def compile_for_a_gpu(capability: int) -> dict[str, tuple[str, int]]:
 
     from activations.matching import kernel
 
-    def build(name: str, constants: dict[str, int], warps: int = 4) -> tuple[str, int]:
+    def build(name: str, constants: dict[str, int | None], warps: int = 4) -> tuple[str, int]:
         function = getattr(kernel, name)
         numbers = ("stride", "blocks", "capacity", "width")
         signature = {n: "i32" if n in numbers else "*i32" for n in function.arg_names}
@@ -139,13 +168,16 @@ def compile_for_a_gpu(capability: int) -> dict[str, tuple[str, int]]:
 
     scan = {"KAPPA": 5, "MAX_LENGTH": 32, "W": 10, "WIDE": 16}
     gather = {"W": 10, "D": 20, "WIDE": 16, "DEPTH": 32, "NODES": 256}
+    all_rows = {"rows": None}
     return {
         "_append": build("_append", {"CHUNK": kernel.CHUNK}, warps=1),
-        "_scan of many blocks": build("_scan", scan | {"BLOCK": 2048}),
-        "_gather of many blocks": build("_gather", gather | {"BLOCKS": 128, "SLOTS": 2048}),
+        "_scan of many blocks": build("_scan", scan | all_rows | {"BLOCK": 2048}),
+        "_gather of many blocks": build("_gather", gather | all_rows | {"BLOCKS": 128, "SLOTS": 2048}),
         # Triton makes a constant of an argument that is 1
-        "_scan of one block": build("_scan", scan | {"BLOCK": 512, "blocks": 1}),
-        "_gather of one block": build("_gather", gather | {"BLOCKS": 1, "SLOTS": 16, "blocks": 1}),
+        "_scan of one block": build("_scan", scan | all_rows | {"BLOCK": 512, "blocks": 1}),
+        "_gather of one block": build("_gather", gather | all_rows | {"BLOCKS": 1, "SLOTS": 16, "blocks": 1}),
+        "_scan of chosen rows": build("_scan", scan | {"BLOCK": 2048}),
+        "_gather of chosen rows": build("_gather", gather | {"BLOCKS": 128, "SLOTS": 2048}),
     }
 
 

@@ -139,10 +139,12 @@ def test_reference_is_the_definition(data: st.DataObject, config: MatchConfig) -
     rows = data.draw(st.lists(line, min_size=1, max_size=3))  # full: what lies behind the end is a trap
     length = st.lists(st.integers(0, capacity), min_size=len(rows), max_size=len(rows))
     lengths, prompts = data.draw(length), data.draw(length)
-    found = find_matches(
-        torch.tensor(rows, dtype=torch.int32), torch.tensor(lengths), torch.tensor(prompts, dtype=torch.int32), config
-    )
-    check(found, [row[:n] for row, n in zip(rows, lengths, strict=True)], prompts, config)
+    contexts = torch.tensor(rows, dtype=torch.int32), torch.tensor(lengths), torch.tensor(prompts, dtype=torch.int32)
+    texts = [row[:n] for row, n in zip(rows, lengths, strict=True)]
+    check(find_matches(*contexts, config), texts, prompts, config)
+    chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=4))
+    found = find_matches(*contexts, config, torch.tensor(chosen))
+    check(found, [texts[row] for row in chosen], [prompts[row] for row in chosen], config)
 
 
 @pytest.mark.parametrize("backend", ["index", "torch"])

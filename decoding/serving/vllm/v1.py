@@ -12,6 +12,8 @@ from activations.matching import MatchConfig
 from decoding.serving.config import SwitchConfig
 from decoding.serving.vllm.columns import Columns
 from decoding.serving.vllm.counters import Counters
+from decoding.serving.vllm.device import SKIPS, DeviceSwitch
+from decoding.serving.vllm.history import HistorySwitch
 from decoding.serving.vllm.host import HostSwitch, Step
 from decoding.serving.vllm.target import serving_probe
 
@@ -35,15 +37,21 @@ class SwitchProposer(EagleProposer):
         super().__init__(vllm_config, device, runner=runner)
         self.runner = runner
         group = get_tp_group()
-        self.switch = HostSwitch(
-            self.probe,
-            MatchConfig(config.kappa or self.probe.config.kappa, candidates=1, depth=depth),
-            self.probe.config.threshold if config.tau is None else config.tau,
-            agree=group.broadcast if group.world_size > 1 else None,
-            counters=Counters.of(vllm_config) if group.rank_in_group == 0 else None,
-        )
+        match = MatchConfig(config.kappa or self.probe.config.kappa, candidates=1, depth=depth)
+        tau = self.probe.config.threshold if config.tau is None else config.tau
+        agree = group.broadcast if group.world_size > 1 else None
+        counters = Counters.of(vllm_config) if group.rank_in_group == 0 else None
+        requests = vllm_config.scheduler_config.max_num_seqs
         # replicas run their heads in step, so that none may leave a pass out alone
-        self._skips = vllm_config.parallel_config.data_parallel_size == 1
+        alone = vllm_config.parallel_config.data_parallel_size == 1
+        self.switch: HostSwitch | HistorySwitch
+        if device.type == "cpu":
+            self.switch = HostSwitch(self.probe, match, tau, agree, counters)
+            self._skips = requests if alone else 0
+        else:
+            rule = DeviceSwitch(self.probe, match, tau, requests, agree)
+            self._skips = SKIPS if alone else 0
+            self.switch = HistorySwitch(rule, requests, self.max_model_len, device, counters, self._skips)
 
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
@@ -66,16 +74,16 @@ class SwitchProposer(EagleProposer):
         ends = meta.query_start_loc[1:] - 1 if token_indices_to_sample is None else token_indices_to_sample
         step = Step(
             names=self.runner.input_batch.req_ids,
-            unused=self.runner.discard_request_mask.np,
+            unused=self.runner.discard_request_mask.gpu[: len(ends)],
             tokens=target_token_ids,
             positions=target_positions,
-            starts=meta.query_start_loc_cpu,
+            starts=meta.query_start_loc,
             ends=ends,
             pending=next_token_ids,
             states=self.columns.probe(target_hidden_states, ends),
         )
         copies = self.switch.decide(step, self.runner.requests)
-        skipped = self._skips and copies.everywhere()
+        skipped = len(ends) <= self._skips and copies.everywhere()
         neural = super().propose(
             0 if skipped else num_speculative_tokens,
             target_token_ids,

@@ -50,6 +50,14 @@ class Request:
     hidden: bool = False
     """The host does not know what was written (asynchronous scheduling)."""
 
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.text[: self.prompt]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return [] if self.hidden else self.text[self.prompt :]
+
     def get_token_id(self, idx: int) -> int:
         return self.text[idx] if idx < self.prompt or not self.hidden else -1
 
