@@ -31,6 +31,7 @@ SPECULATION: dict[str, dict[str, Any]] = {
 """How `vllm-ngram` and `vllm-suffix` draft."""
 VLLM = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # as many threads as OMP_NUM_THREADS says
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "NUMBA_NUM_THREADS": "1",  # threads of the n-gram drafter's own slow the engine's down by several times
