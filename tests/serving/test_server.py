@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from engines import K, TOKENS, prompts, tokenizer
+from engines import TOKENS, K, prompts, tokenizer
 
 from decoding.peers.start import VLLM
 
@@ -29,8 +29,8 @@ def server(folder: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "switchsd", "serve", "smollm2", "--speculative-tokens", str(K), "--dtype", "float32"]
-    command += ["--", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-model-len", "1024"]
+    command = [sys.executable, "-m", "switchsd", "serve", "smollm2", "--speculative-tokens", str(K)]
+    command += ["--dtype", "float32", "--", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-model-len", "1024"]
     command += ["--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--block-size", "32"]
     environment = {**os.environ, **VLLM, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     log = folder / "server.log"
