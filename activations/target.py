@@ -70,8 +70,10 @@ class Target:
         name: str,
         folder: Path | None,
         quantization: str | None = None,
+        freeze: bool = True,
     ):
-        self.model = model.eval().requires_grad_(False)
+        """`freeze`: the model's parameters need no gradients from now on, and it does not train."""
+        self.model = model.eval().requires_grad_(False) if freeze else model
         self.tokenizer = tokenizer
         self.name = name
         self.folder = folder
@@ -266,6 +268,16 @@ class Target:
         reader = SiteReader(self.embed, self.layers, chosen, layouts, self.device, self._readers.remove)
         self._readers.append(reader)
         return reader
+
+    @contextmanager
+    def unread(self) -> Iterator[None]:
+        """Forwards of the model within are somebody else's: open readers keep the states that they have."""
+        kept = [(reader, dict(reader.states)) for reader in self._readers]
+        try:
+            yield
+        finally:
+            for reader, states in kept:
+                reader.states = states
 
     def speed_up(self) -> None:
         """Pack the linear layers where that is faster, and take the fast forward where the blocks are common ones and
@@ -576,6 +588,21 @@ def load_target(
         target.check_structure()
     if quantization is None and not trust_remote_code:
         target.speed_up()
+    return target
+
+
+def target_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Target:
+    """A target of a model that is loaded already and stays its owner's: weights, attention and gradients are left as
+    they are. Its name is the one that it was loaded by.
+
+    Raises TargetError where it cannot be a target.
+    """
+    name = str(getattr(model, "name_or_path", "") or type(model).__name__)
+    if model.config.is_encoder_decoder:
+        raise TargetError(f"{name} ({type(model).__name__}) has an encoder: choose a decoder-only model")
+    refuse_recurrent(model.config, name)
+    target = Target(model, tokenizer, name, Path(name) if Path(name).is_dir() else None, freeze=False)
+    target.check_structure()
     return target
 
 

@@ -1,0 +1,1 @@
+"""SwitchSD inside engines that people already run: vLLM and transformers."""
