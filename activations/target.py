@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import importlib.util
+import inspect
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -86,6 +87,9 @@ class Target:
                 f"{name} is a {type(model).__name__}, whose blocks cannot be found: {type(self.backbone).__name__} "
                 f"has no single list of {self.config.num_hidden_layers} blocks. Choose a decoder-only model"
             )
+        # The keyword has another name after transformers 5.19; a model would swallow the other one, and forget the text.
+        named = inspect.signature(self.backbone.forward).parameters
+        self._cache_name = "cache" if "cache" in named else "past_key_values"
         self.layers: Any = blocks
         self.embed: Any = model.get_input_embeddings()
         self.head: Any = model.get_output_embeddings()
@@ -409,7 +413,11 @@ class Target:
             mask = {"full_attention": full, "sliding_attention": windowed} if self.hybrid else windowed
         with torch.no_grad():
             states = self.backbone(
-                input_ids=tokens, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True
+                input_ids=tokens,
+                attention_mask=mask,
+                position_ids=positions,
+                use_cache=True,
+                **{self._cache_name: cache},
             ).last_hidden_state
         return states.to(device)
 
