@@ -77,6 +77,8 @@ class Sequences:
 
     def extend(self, rows: Sequence[int], logits: torch.Tensor) -> list[int]:
         """Choose the next token of each of these rows from the target's logits [N, V]."""
+        if self.in_step and not all(self.over(row) for row in range(self.rows) if row not in rows):
+            raise torch.OutOfMemoryError(f"no memory for all {self.rows} rows, which must be in step: use fewer")
         tokens = [0] * len(rows)
         alike: dict[int, list[int]] = {}
         for i, row in enumerate(rows):

@@ -125,7 +125,7 @@ ASKED = {
     "a processor that remembers": {"logits_processor": lambda: [Odd()]},
     "criterion that remembers": {"stopping_criteria": lambda: [Third()]},
     "criterion, no stop token": {"stopping_criteria": lambda: [Third()], "eos_token_id": None},
-    "allowed tokens": {"prefix_allowed_tokens_fn": lambda row, text: [(row + k * 5 + len(text)) % 64 for k in (1, 4, 8)]},
+    "allowed tokens": {"prefix_allowed_tokens_fn": lambda row, text: [(row + k + len(text)) % 64 for k in (1, 8, 9)]},
     "max length": {"max_length": 21, "max_new_tokens": None},
     "several": {"repetition_penalty": 1.1, "bad_words_ids": [[9]], "suppress_tokens": [2], "renormalize_logits": True},
 }  # fmt: skip
