@@ -38,8 +38,12 @@ class GatedLookup(CandidateGenerator):
         of the whole text. stop_ids: a draft ends before one of them."""
         self.probe = probe
         self.tau = tau
-        self._places = [hidden_state(site) for site in probe.config.sites]
-        self.model_kwargs_overrides = {"output_hidden_states": sorted(set(self._places))}
+        blocks = probe.config.target.blocks
+        self._places = [hidden_state(site, blocks) for site in probe.config.sites]
+        # One of two numbers is right: transformers 5.24 counts the embedding as the first state, 5.19 does not, and
+        # 5.16 gives all states. What is not asked for is None, and places from the end are the same in all three.
+        numbers = {number for place in self._places for number in (blocks + place, blocks + place + 1)}
+        self.model_kwargs_overrides = {"output_hidden_states": sorted(numbers)}
         self._index = SuffixIndex(MatchConfig(kappa=kappa, candidates=1, depth=depth))
         self._max_length, self._stop_ids = max_length, stop_ids
         self._drafted = 0
@@ -125,18 +129,17 @@ def gated_lookup(
             setattr(owner, MAKER, before)
 
 
-def hidden_state(site: str) -> int:
-    """Where among a model's `hidden_states` a site is, counted from the front. Raises ChoiceError for one that is no
-    boundary between blocks."""
+def hidden_state(site: str, blocks: int) -> int:
+    """Where among the `hidden_states` of a model with so many blocks a site is, counted from the end. Raises
+    ChoiceError for one that is not between two blocks: what is handed out before and after them differs."""
     at = Site.parse(site)
-    if at.kind == "resid_pre":
-        return at.block
-    if at.kind == "resid_post":
-        return at.block + 1
-    raise ChoiceError(
-        f"the probe reads {site}, and generate hands out states between blocks alone: use a serving probe "
-        "(resid_pre or resid_post)"
-    )
+    before = {"resid_pre": at.block, "resid_post": at.block + 1}.get(at.kind, 0)
+    if not 0 < before < blocks:
+        raise ChoiceError(
+            f"the probe reads {site}, and generate hands out states between blocks alone: use a serving probe "
+            f"(resid_post.0 to resid_post.{blocks - 2})"
+        )
+    return before - blocks - 1
 
 
 def check(probe: Probe, model: PreTrainedModel) -> None:
@@ -161,7 +164,4 @@ def check(probe: Probe, model: PreTrainedModel) -> None:
             "`switchsd train probe`."
         )
     for site in probe.config.sites:
-        if hidden_state(site) == blocks:
-            raise ChoiceError(
-                f"the probe reads {site}, which generate hands out after the final norm: use a probe at an earlier site"
-            )
+        hidden_state(site, blocks)

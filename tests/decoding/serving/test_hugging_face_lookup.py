@@ -146,7 +146,8 @@ def test_the_model_is_as_it_was(model: Any) -> None:
         (probe_at("resid_post.1", blocks=30), {}, "blocks: 30 and 4"),
         (probe_at("resid_post.1", architecture="Qwen3ForCausalLM"), {}, "architecture: Qwen3ForCausalLM and Llama"),
         (probe_at("resid_mid.1"), {}, "reads resid_mid.1, and generate hands out states between blocks alone"),
-        (probe_at("resid_post.3"), {}, "after the final norm"),
+        (probe_at("resid_post.3"), {}, "reads resid_post.3, and .* use a serving probe .resid_post.0 to resid_post.2."),
+        (probe_at("resid_pre.0"), {}, "reads resid_pre.0, and"),
         (probe_at("resid_post.1"), {"tau": 2.0}, "tau is 2.0"),
         (probe_at("resid_post.1"), {"kappa": 0}, "kappa is 0"),
     ],
@@ -158,8 +159,14 @@ def test_refused(probe: Probe, how: dict[str, Any], told: str, model: Any) -> No
     assert lookup.MAKER not in vars(model)
 
 
-def test_places() -> None:
-    assert hidden_state("resid_pre.3") == hidden_state("resid_post.2") == 3
+def test_places_from_the_end(model: Any) -> None:
+    states = model(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
+    assert hidden_state("resid_pre.3", 4) == hidden_state("resid_post.2", 4) == -2
+    seen: list[torch.Tensor] = []
+    handle = model.model.layers[2].register_forward_hook(lambda module, args, out: seen.append(out))
+    again = model(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
+    handle.remove()
+    assert torch.equal(again[-2], seen[0]) and torch.equal(states[-2], seen[0])
 
 
 @pytest.mark.real
