@@ -74,7 +74,7 @@ class Target:
         freeze: bool = True,
     ):
         """`freeze`: the model's parameters need no gradients from now on, and it does not train."""
-        self.model = model.eval().requires_grad_(False) if freeze else model
+        self.model: Any = model.eval().requires_grad_(False) if freeze else model  # `generate` is in none of its types
         self.tokenizer = tokenizer
         self.name = name
         self.folder = folder

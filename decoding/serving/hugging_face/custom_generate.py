@@ -63,6 +63,11 @@ class CustomGenerate:
         refuse(generation_config, model_kwargs, asked)
         texts = prompts(input_ids, model_kwargs)
         config, streamer = generation_config, asked.get("streamer")
+        if target.learned_positions and config.max_length > target.max_length:
+            raise DecodingError(
+                f"max_length is {config.max_length}, the prompt included; {target.name} has {target.max_length} "
+                "positions: ask for fewer new tokens"
+            )
         pad = getattr(config, "_pad_token_tensor", None)
         told = bool(config.return_dict_in_generate)
         sequences = Sequences(

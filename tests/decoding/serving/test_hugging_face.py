@@ -27,6 +27,7 @@ from activations.target import TargetError, load_target, target_of
 from decoding.decoder import Decoder
 from decoding.modes import DecodingError, ModeSettings
 from decoding.serving.hugging_face.custom_generate import CustomGenerate
+from probes.artifact import ChoiceError
 
 PROMPT = [7, 3, 12, 9, 3, 12, 9, 3, 12]
 PROMPTS = [PROMPT, [5, 6, 5, 6, 5], [40], [11, 30, 2, 11, 30, 2, 11]]
@@ -366,6 +367,21 @@ def test_modes_that_are_refused(mode: str, make: Any) -> None:
         make(mode)
 
 
+def test_more_than_the_positions_is_refused(small_target: Any, make: Any) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=3, n_head=4, n_positions=32, bos_token_id=None, eos_token_id=None
+    )
+    model = GPT2LMHeadModel(config).eval()
+    switch = make(of=model)
+    plain, mine = both(model, switch, [PROMPT], max_new_tokens=32 - len(PROMPT))
+    assert mine.tolist() == plain.tolist()
+    with pytest.raises(DecodingError, match="max_length is 33, the prompt included; GPT2LMHeadModel has 32 positions"):
+        model.generate(**padded([PROMPT]), max_new_tokens=33 - len(PROMPT), pad_token_id=0, custom_generate=switch)
+
+
 def test_an_encoder_is_refused(small_target: Any) -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -404,6 +420,15 @@ def test_small_model_copies(small: Any) -> None:
     how = {"input_ids": ids, "max_new_tokens": 64, "do_sample": False}
     assert model.generate(**how, custom_generate=switch).tolist() == model.generate(**how).tolist()
     assert sum(len(record.accepted) for record in switch.trace) > 10
+
+
+def test_parts_of_another_model_or_none_at_all(small: Any) -> None:
+    model, target = small
+    with pytest.raises(ChoiceError, match="does not fit") as caught:
+        switchsd.custom_generate(model, target.tokenizer, probe="smollm2/serving")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(DecodingError, match="needs a probe"):
+        switchsd.custom_generate(model, target.tokenizer)
 
 
 @pytest.mark.real
