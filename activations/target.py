@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import importlib.util
+import inspect
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -70,8 +71,10 @@ class Target:
         name: str,
         folder: Path | None,
         quantization: str | None = None,
+        freeze: bool = True,
     ):
-        self.model = model.eval().requires_grad_(False)
+        """`freeze`: the model's parameters need no gradients from now on, and it does not train."""
+        self.model: Any = model.eval().requires_grad_(False) if freeze else model  # `generate` is in none of its types
         self.tokenizer = tokenizer
         self.name = name
         self.folder = folder
@@ -84,6 +87,9 @@ class Target:
                 f"{name} is a {type(model).__name__}, whose blocks cannot be found: {type(self.backbone).__name__} "
                 f"has no single list of {self.config.num_hidden_layers} blocks. Choose a decoder-only model"
             )
+        # transformers renamed the keyword after 5.19; a model swallows the other one, and forgets the text.
+        named = inspect.signature(self.backbone.forward).parameters
+        self._cache_name = "cache" if "cache" in named else "past_key_values"
         self.layers: Any = blocks
         self.embed: Any = model.get_input_embeddings()
         self.head: Any = model.get_output_embeddings()
@@ -266,6 +272,16 @@ class Target:
         self._readers.append(reader)
         return reader
 
+    @contextmanager
+    def unread(self) -> Iterator[None]:
+        """Forwards of the model within are somebody else's: open readers keep the states that they have."""
+        kept = [(reader, dict(reader.states)) for reader in self._readers]
+        try:
+            yield
+        finally:
+            for reader, states in kept:
+                reader.states = states
+
     def speed_up(self) -> None:
         """Pack the linear layers where that is faster, and take the fast forward where the blocks are common ones and
         it gives what the general forward gives. States and logits move by rounding at most."""
@@ -396,7 +412,11 @@ class Target:
             mask = {"full_attention": full, "sliding_attention": windowed} if self.hybrid else windowed
         with torch.no_grad():
             states = self.backbone(
-                input_ids=tokens, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True
+                input_ids=tokens,
+                attention_mask=mask,
+                position_ids=positions,
+                use_cache=True,
+                **{self._cache_name: cache},
             ).last_hidden_state
         return states.to(device)
 
@@ -609,6 +629,21 @@ def unloaded_target(name: str | os.PathLike[str]) -> Target:
     except UNLOADABLE as error:
         _refuse(text, part, error)
     return Target(model, tokenizer, text, Path(source) if Path(source).is_dir() else None)
+
+
+def target_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Target:
+    """A target of a model that is loaded already and stays its owner's: weights, attention and gradients are left as
+    they are. Its name is the one that it was loaded by.
+
+    Raises TargetError where it cannot be a target.
+    """
+    name = str(getattr(model, "name_or_path", "") or type(model).__name__)
+    if model.config.is_encoder_decoder:
+        raise TargetError(f"{name} ({type(model).__name__}) has an encoder: choose a decoder-only model")
+    refuse_recurrent(model.config, name)
+    target = Target(model, tokenizer, name, Path(name) if Path(name).is_dir() else None, freeze=False)
+    target.check_structure()
+    return target
 
 
 def choose_attention(model: PreTrainedModel) -> None:

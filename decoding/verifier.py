@@ -96,10 +96,10 @@ class Verifier:
             here = [requests[row] for row in walking]
             positions = [len(requests[row].tokens) + len(paths[row]) for row in walking]
             further = []
-            chosen = _choose(logits[walking, slots], here, positions).tolist()
+            chosen = self._next(logits[walking, slots], here, positions)
             for row, slot, token in zip(walking, slots, chosen, strict=True):
                 child = trees[row].children.get((slot - 1, token)) if len(trees[row]) else None
-                if child is None:
+                if child is None or self._ended(requests[row]):
                     pending[row] = token
                 else:
                     paths[row].append(child)
@@ -108,8 +108,17 @@ class Verifier:
         found = list(zip(paths, pending, strict=True))
         scores: list[list[float]] = [[] for _ in found]
         if intent is not None:
-            scores = columns(intent(torch.tensor([path[-1] + 1 if path else 0 for path, _ in found]))).tolist()
+            ends = torch.tensor([path[-1] + 1 if path else 0 for path, _ in found], device=logits.device)
+            scores = columns(intent(ends)).tolist()
         return [Verdict(path, chosen, *split(score)) for (path, chosen), score in zip(found, scores, strict=True)]
+
+    def _next(self, logits: torch.Tensor, requests: Sequence[Request], positions: Sequence[int]) -> list[int]:
+        """The target's next tokens for logits [N, V], of requests whose texts are `positions` [N] tokens long there."""
+        return [int(token) for token in _choose(logits, requests, positions).tolist()]
+
+    def _ended(self, request: Request) -> bool:
+        """Whether the token that was last chosen for a request ends its text, so that no draft is followed further."""
+        return False
 
     def _accept_at_once(
         self, trees: Sequence[DraftTree], logits: torch.Tensor, requests: Sequence[Request], intent: Intent | None

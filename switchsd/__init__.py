@@ -4,12 +4,15 @@
     decoder = switchsd.load("smollm2")
     print(decoder.generate("Repeat after me: ...", mode="switchsd").text)
 
-Importing this module is cheap; `load` imports what it needs.
+    switch = switchsd.custom_generate(model, tokenizer)             # of transformers
+    model.generate(**inputs, custom_generate=switch)
+
+Importing this module is cheap; these functions import what they need.
 """
 
 from __future__ import annotations
 
-from switchsd.loading import load
+from switchsd.loading import custom_generate, load
 
-__all__ = ["load"]
+__all__ = ["custom_generate", "load"]
 __version__ = "0.1.0"

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from activations.corpus import Prompt
     from activations.target import Target
     from decoding.decoder import Decoder
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from decoding.lazy import Lazy
     from decoding.modes import ModeSettings
     from decoding.policies.policy import PolicyArtifact
+    from decoding.serving.hugging_face.custom_generate import CustomGenerate
     from probes.artifact import Probe
     from probes.length_head import LengthHead
     from switchsd.artifacts import Kind
@@ -91,6 +94,26 @@ def load(
         elsewhere=_elsewhere(loaded, drafter, draft),
         policies=_policies(loaded, policy),
     )
+
+
+def custom_generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    probe: str | os.PathLike[str] | Probe | None = AUTO,
+    drafter: str | os.PathLike[str] | None = AUTO,
+    *,
+    mode: str = "switchsd",
+    **options: Any,
+) -> CustomGenerate:
+    """What makes `model.generate(..., custom_generate=...)` draft: for a `transformers` model that is loaded already,
+    and stays as it is. `mode` is one that is lossless; the other arguments are those of `load`.
+
+    Raises TargetError for a model that cannot be drafted for, and DecodingError for a mode without its parts.
+    """
+    from activations.target import target_of
+    from decoding.serving.hugging_face.custom_generate import CustomGenerate
+
+    return CustomGenerate(load(target_of(model, tokenizer), probe, drafter, **options), mode)
 
 
 def _lengths(target: Target) -> LengthHead | None:
