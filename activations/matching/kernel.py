@@ -88,7 +88,8 @@ def _scan(
     text = buffer + row * stride
     last = i * BLOCK + tl.arange(0, BLOCK)
     # a mask that is the same for all of an aligned group of places lets them be read together
-    here = tl.load(text + last, mask=(last < stride) & (i * BLOCK < end), other=0)
+    first = tl.full((BLOCK,), i * BLOCK, tl.int32)
+    here = tl.load(text + last, mask=(last < stride) & (first < end), other=0)
     hit = (last >= KAPPA - 1) & (last < end - 1) & (here == tl.load(text + end - 1, mask=end >= 1, other=0))
     for j in tl.static_range(2, KAPPA + 1):
         wanted = tl.load(text + end - j, mask=end >= j, other=0)

@@ -80,9 +80,10 @@ class CopyProposer:
     def _context(self, known: dict[Key, list[tuple[int, SuffixIndex]]], tokens: np.ndarray, length: int) -> SuffixIndex:
         """The context that had these tokens at the last step, taken out of `known`; or an empty one."""
         found = known.get(key(tokens, length), [])
-        places = np.arange(SAMPLES) * length // SAMPLES
+        places = [k * length // SAMPLES for k in range(SAMPLES)]
+        sample = tokens[places].tolist() if found else []
         for number, (_, index) in enumerate(found):
-            if all(index.tokens[place] == token for place, token in zip(places, tokens[places], strict=True)):
+            if [index.tokens[place] for place in places] == sample:
                 return found.pop(number)[1]
         return SuffixIndex(self.config)
 

@@ -20,7 +20,7 @@ LABELS = ("model_name", "engine")
 """As vLLM labels its own: the served name, and the number of the data-parallel replica."""
 BUCKETS = tuple(k / 10 for k in range(1, 11))
 COUNTED = {
-    "steps": "Steps in which at least one request drafted.",
+    "steps": "Steps in which drafts were asked for.",
     "row_steps": "Steps of requests: one for each request that drafted in a step.",
     "copy_steps": "Steps of requests in which a copy was drafted.",
     "false_copies": "Copied drafts of which no token was kept.",

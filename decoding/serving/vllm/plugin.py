@@ -8,24 +8,46 @@ engine gets vLLM's own. Where vLLM is not as this plug-in knows it, one line is 
 from __future__ import annotations
 
 import logging
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from decoding.serving.vllm.symbols import Runner
 
 logger = logging.getLogger("vllm.switchsd")  # below vLLM's own logger, so that its handlers print it
+V2_RUNNER = "vllm.v1.worker.gpu.model_runner"
 
 
 def register() -> None:
     """Hook the EAGLE-3 drafters of both model runners. Safe to repeat."""
-    try:
-        from vllm.v1.spec_decode.eagle import EagleProposer
+    for hook in (_hook_v1, _hook_v2):
+        try:
+            hook()
+        except Exception as error:  # whatever another version does, vLLM must start
+            _off(f"{type(error).__name__}: {error}")
 
-        from decoding.serving.vllm import symbols
 
-        reason = symbols.obstacle("v1")
-    except Exception as error:  # whatever another version does, vLLM must start
-        reason = f"{type(error).__name__}: {error}"
+def _off(reason: str) -> None:
+    logger.warning("switchsd is off, vLLM is as it was: %s", reason)
+
+
+def _wanted(vllm_config: Any, runner: Runner) -> bool:
+    """Does this engine ask for the switch, and can it have it? vLLM's sources are looked at only then."""
+    from decoding.serving.config import SwitchConfig
+
+    if SwitchConfig.of(vllm_config.additional_config) is None:
+        return False
+    from decoding.serving.vllm import symbols
+
+    reason = symbols.obstacle(runner)
     if reason:
-        logger.warning("switchsd is off, vLLM is as it was: %s", reason)
-        return
+        _off(reason)
+    return not reason
+
+
+def _hook_v1() -> None:
+    from vllm.v1.spec_decode.eagle import EagleProposer
+
     if "__new__" not in vars(EagleProposer):
         EagleProposer.__new__ = _new  # type: ignore[method-assign, assignment]
 
@@ -35,10 +57,28 @@ def _new(cls: type, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
     `__init__` then, since it is a subclass."""
     from vllm.v1.spec_decode.eagle import EagleProposer
 
-    from decoding.serving.config import SwitchConfig
-
-    if cls is EagleProposer and SwitchConfig.of(vllm_config.additional_config) is not None:
+    if cls is EagleProposer and _wanted(vllm_config, "v1"):
         from decoding.serving.vllm.v1 import SwitchProposer
 
         cls = SwitchProposer
     return object.__new__(cls)
+
+
+def _hook_v2() -> None:
+    from vllm.v1.worker.gpu import spec_decode
+
+    build = spec_decode.init_speculator
+    if hasattr(build, "switchsd"):
+        return
+
+    def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
+        if not _wanted(vllm_config, "v2"):
+            return build(vllm_config, device, req_states)
+        from decoding.serving.vllm.v2 import SwitchSpeculator
+
+        return SwitchSpeculator(vllm_config, device, req_states)
+
+    init_speculator.switchsd = True  # type: ignore[attr-defined]
+    spec_decode.init_speculator = init_speculator
+    if V2_RUNNER in sys.modules:  # it has taken the name already
+        sys.modules[V2_RUNNER].init_speculator = init_speculator  # type: ignore[attr-defined]

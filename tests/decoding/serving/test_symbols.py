@@ -1,17 +1,13 @@
-"""What is looked at in vLLM's sources, on sources made up for it; and where the V2 runner is hooked."""
+"""What is looked at in vLLM's sources, on sources made up for it."""
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
 from decoding.serving.vllm import symbols
-from decoding.serving.vllm.hook_v2 import hook_v2
 from decoding.serving.vllm.symbols import Need, known, missing
 
 SOURCE = """
@@ -94,34 +90,3 @@ def test_other_versions_are_an_obstacle(version: str, sources: Path, monkeypatch
     (sources / "__init__.py").write_text(f"__version__ = {version!r}")
     assert symbols.obstacle("v2").endswith("; this plug-in knows 0.32 to 0.33")
     sys.modules.pop("vllm", None)
-
-
-def test_the_runner_gets_the_switch_where_it_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    names = ["vllm", "vllm.logger", "vllm.v1", "vllm.v1.worker", "vllm.v1.worker.gpu"]
-    for name in [*names, "vllm.v1.worker.gpu.spec_decode", "vllm.v1.worker.gpu.model_runner"]:
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    parts, runner = (sys.modules[f"vllm.v1.worker.gpu.{name}"] for name in ("spec_decode", "model_runner"))
-    vars(sys.modules["vllm.v1.worker.gpu"])["spec_decode"] = parts
-    vars(sys.modules["vllm.logger"])["init_logger"] = logging.getLogger
-    vars(parts)["init_speculator"] = vars(runner)["init_speculator"] = lambda vllm_config, device, req_states: "theirs"
-    ours = ModuleType("decoding.serving.vllm.v2")
-    vars(ours)["SwitchSpeculator"] = lambda vllm_config, device, req_states: ("ours", device, req_states)
-    monkeypatch.setitem(sys.modules, ours.__name__, ours)
-    reason = ""
-    monkeypatch.setattr(symbols, "obstacle", lambda runner: reason)
-
-    hook_v2()
-    hook_v2()
-    asked = SimpleNamespace(additional_config={"switchsd": {"probe": "toy"}})
-
-    def build(config: Any) -> Any:
-        assert parts.init_speculator is runner.init_speculator
-        return runner.init_speculator(config, "device", req_states="states")
-
-    assert build(SimpleNamespace(additional_config={})) == "theirs"
-    assert build(asked) == ("ours", "device", "states")
-    reason = "vLLM is 0.34.0; this plug-in knows 0.32 to 0.33"
-    assert build(asked) == "theirs"
-    assert [record.getMessage() for record in caplog.records] == [f"switchsd is off, vLLM is as it was: {reason}"]
