@@ -69,6 +69,6 @@ def engine(name: str, settings: dict[str, Any], folder: Path, before: Sequence[s
     its process runs first."""
     command = vllm_command(sys.executable, settings)
     if before:
-        script = ["import runpy, sys", *before, "sys.argv = sys.argv[1:]", "runpy.run_path(sys.argv[0], run_name='__main__')"]
-        command = [sys.executable, "-c", "\n".join(script), *command[1:]]
+        then = ["sys.argv = sys.argv[1:]", "runpy.run_path(sys.argv[0], run_name='__main__')"]
+        command = [sys.executable, "-c", "\n".join(["import runpy, sys", *before, *then]), *command[1:]]
     return Peer(name, command, settings, {**VLLM, **environment}, folder / f"{name}.log")

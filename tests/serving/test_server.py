@@ -30,7 +30,18 @@ def server(folder: Path) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "switchsd", "serve", "smollm2", "--speculative-tokens", str(K)]
-    command += ["--dtype", "float32", "--", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-model-len", "1024"]
+    command += [
+        "--dtype",
+        "float32",
+        "--",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--enforce-eager",
+        "--max-model-len",
+        "1024",
+    ]
     command += ["--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--block-size", "32"]
     environment = {**os.environ, **VLLM, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     log = folder / "server.log"
@@ -92,9 +103,7 @@ async def streams(address: str, asked: list[list[int]], given_up: dict[int, int]
         return list(await asyncio.gather(*(one(place) for place in range(len(asked)))))
 
 
-def test_thirty_two_streams_and_a_third_of_them_given_up(
-    server: str, written: Callable[..., list[list[int]]]
-) -> None:
+def test_thirty_two_streams_and_a_third_of_them_given_up(server: str, written: Callable[..., list[list[int]]]) -> None:
     asked = prompts(16, 16)
     expected = [tokenizer().decode(text, skip_special_tokens=True) for text in written(asked)]
     given_up = {place: 1 + place % 5 for place in range(0, len(asked), 3)}
