@@ -87,7 +87,7 @@ class Target:
                 f"{name} is a {type(model).__name__}, whose blocks cannot be found: {type(self.backbone).__name__} "
                 f"has no single list of {self.config.num_hidden_layers} blocks. Choose a decoder-only model"
             )
-        # transformers renamed the keyword after 5.19; a model swallows the other one, and forgets the text.
+        # transformers renamed the keyword after 5.22; a model swallows the other one, and forgets the text.
         named = inspect.signature(self.backbone.forward).parameters
         self._cache_name = "cache" if "cache" in named else "past_key_values"
         self.layers: Any = blocks

@@ -14,7 +14,7 @@ from transformers.generation import GenerationMode
 from decoding.modes import DecodingError
 
 CACHES = ("cache", "past_key_values")
-"""The names of the cache among the keywords, after transformers 5.19 and up to it."""
+"""The names of the cache among the keywords, after transformers 5.22 and up to it."""
 KNOWN = {*CACHES, "attention_mask", "position_ids", "use_cache", "logits_to_keep"}
 FORGOTTEN = ("streamer", "assistant_model", "synced_gpus", "tokenizer")
 
