@@ -1,7 +1,7 @@
 """SwitchSD over the EAGLE-3 speculator of vLLM's V2 model runner.
 
-Run through vLLM 0.32 on a CPU only where a test says so, and never yet on a GPU: there its symbols were checked, and
-its steps were driven by hand.
+Run in vLLM 0.32 on a CPU, through Triton's interpreter, and driven by hand over stand-ins. Not run on a GPU yet: for
+that its kernels were compiled, and the symbols of 0.32 and 0.33 looked at.
 """
 
 from __future__ import annotations
