@@ -54,7 +54,7 @@ BOTH = (
         "config.model",
         "ModelConfig",
         holds="model tokenizer tokenizer_revision trust_remote_code served_model_name hf_config hf_text_config "
-        "uses_mrope",
+        "uses_mrope enable_prompt_embeds",
     ),
     Need("distributed.parallel_state", "get_tp_group"),
     Need("distributed.parallel_state", "GroupCoordinator", holds="world_size rank_in_group"),

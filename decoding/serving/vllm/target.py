@@ -35,6 +35,8 @@ def serving_probe(config: SwitchConfig, vllm: VllmConfig) -> Probe:
             stages > 1,
         "positions have several axes (M-RoPE): choose a model that reads text alone":
             vllm.model_config.uses_mrope,
+        "prompts may be embeddings (enable_prompt_embeds), in which nothing can be matched: leave it out":
+            vllm.model_config.enable_prompt_embeds,
     }  # fmt: skip
     for problem in (what for what, holds in problems.items() if holds):
         raise ValueError(f"switchsd: {problem}")
