@@ -131,21 +131,10 @@ def test_one_request_alone(switch: Peer, written: Texts) -> None:
 
 # -- sampling ---------------------------------------------------------------------------------------
 
-TEMPERATURES = (
-    "from vllm.utils import cpu_triton_utils as kernels",
-    "def expand(output, values, ends, replaced, by, MAX_NUM_TOKENS=None):",
-    "    counts = ends.diff(prepend=ends.new_zeros(1)).long()",
-    "    output.copy_(values.masked_fill(values == replaced, by).repeat_interleave(counts))",
-    "kernels._expand_kernel_impl = expand",
-)
-"""vLLM 0.32 and 0.33 on a CPU lose the temperatures of drafted positions (the kernel fills a copy of its result), so
-that sampled texts are noise, whoever drafts. With this they are not, and what the switch does to them can be seen."""
-
-
 @pytest.fixture(scope="module")
 def sampling(folder: Path) -> Iterator[Peer]:
     # Prompts in one piece: where one with a seed is cut, vLLM 0.32 on a CPU asks a generator for what it has not.
-    peer = engine("sampling", settings("switchsd", 3, max_num_batched_tokens=1024), folder, TEMPERATURES)
+    peer = engine("sampling", settings("switchsd", 3, max_num_batched_tokens=1024), folder)
     yield peer
     peer.close()
 

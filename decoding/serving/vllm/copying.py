@@ -44,7 +44,13 @@ class CopyProposer:
         self._step = 0
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """There is none."""
+        """There is none; an engine calls it once its sampling is in place."""
+        from vllm.platforms import current_platform
+
+        from decoding.serving.vllm.sampling import repair
+
+        if current_platform.is_cpu():
+            repair()
 
     def propose(
         self,

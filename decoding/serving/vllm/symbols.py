@@ -89,7 +89,14 @@ V1 = (
     ),
     Need("v1.worker.gpu_input_batch", "InputBatch", holds="req_ids"),
     Need("v1.worker.gpu_input_batch", "CachedRequestState.get_token_id", first="idx"),
-    Need("v1.attention.backend", "CommonAttentionMetadata", holds="query_start_loc query_start_loc_cpu"),
+    Need("v1.attention.backend", "CommonAttentionMetadata", holds="query_start_loc"),
+    Need("triton_utils.dispatcher", "register_kernels"),
+    Need("v1.sample.rejection_sampler", "expand_kernel"),
+    Need(
+        "v1.sample.rejection_sampler",
+        "expand_batch_to_tokens",
+        first="x cu_num_tokens num_tokens replace_from replace_to",
+    ),
 )
 V2 = (
     Need("v1.worker.gpu.model_runner", "init_speculator"),

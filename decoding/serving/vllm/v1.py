@@ -15,6 +15,7 @@ from decoding.serving.vllm.counters import Counters
 from decoding.serving.vllm.device import SKIPS, DeviceSwitch
 from decoding.serving.vllm.history import HistorySwitch
 from decoding.serving.vllm.host import HostSwitch, Step
+from decoding.serving.vllm.sampling import repair
 from decoding.serving.vllm.target import serving_probe
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class SwitchProposer(EagleProposer):
         alone = vllm_config.parallel_config.data_parallel_size == 1
         self.switch: HostSwitch | HistorySwitch
         if device.type == "cpu":
+            repair()
             self.switch = HostSwitch(self.probe, match, tau, agree, counters)
             self._skips = requests if alone else 0
         else:
