@@ -1,6 +1,7 @@
 # make demo   set everything up and watch the switch work
 # make test   set everything up and run the checks and the tests
 # make lint   only ruff and mypy
+# make install   only the set-up, into .venv
 # make test-serving   the tests inside vLLM, in an environment of their own (4 GB)
 # Another Python: make PYTHON=python3.12 demo
 # With the Ray engine's tests: make EXTRAS=dev,ray test

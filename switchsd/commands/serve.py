@@ -82,7 +82,8 @@ def serve(
         line = f'{METRICS}="$(mktemp -d)" {line}' if fresh else line
         as_json({"command": command, "environment": settings, "shell": line}) if json else print(line)
         return
-    notes.print(f"vLLM {engine.version} serves {model}: {about}, at most {speculative_tokens} tokens a step")
+    notes.print(f"starting vLLM {engine.version} for {model}: {about}, at most {speculative_tokens} tokens a step")
+    notes.print("it compiles first, and is ready at 'Application startup complete'")
     raise typer.Exit(_run(command, settings))
 
 
