@@ -142,6 +142,7 @@ def report(found: dict[str, list[Row]], depths: Sequence[int], columns: Sequence
     plain = {r.key: r.tokens for r in found["none@0"]}
     groups = {r.group: [s.key for s in found["none@0"] if s.group == r.group] for r in found["none@0"]}
     groups[HEAVY] = [r.key for r in found["none@0"] if r.copy_heavy]
+    groups["where nothing loops"] = [r.key for r in found["none@0"] if not r.looped]
     groups[OVERALL] = list(plain)
     table, lines = [], []
     for depth in depths:
