@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from activations.matching import MatchConfig
+
 KEY = "switchsd"
 """Where vLLM's `additional_config` holds it."""
 
@@ -24,10 +26,10 @@ class SwitchConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.probe, str) or not self.probe:
             raise ValueError(f"probe is {self.probe!r}; name a folder, a shipped probe or a hub id")
-        if self.tau is not None and not (isinstance(self.tau, (int, float)) and 0 <= self.tau <= 1):
+        if self.tau is not None and not (type(self.tau) in (int, float) and 0 <= self.tau <= 1):
             raise ValueError(f"tau is {self.tau!r}; a threshold of a probability lies in [0, 1]")
-        if self.kappa is not None and not (isinstance(self.kappa, int) and self.kappa >= 1):
-            raise ValueError(f"kappa is {self.kappa!r}; it must be 1 or more")
+        if self.kappa is not None and not (type(self.kappa) is int and 1 <= self.kappa <= MatchConfig.max_length):
+            raise ValueError(f"kappa is {self.kappa!r}; it must be a number from 1 to {MatchConfig.max_length}")
 
     @classmethod
     def of(cls, additional: Any) -> SwitchConfig | None:

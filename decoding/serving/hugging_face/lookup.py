@@ -106,8 +106,8 @@ def gated_lookup(
     if not 0 <= least <= 1:
         raise ChoiceError(f"tau is {least}; a threshold of a probability lies in [0, 1]")
     shortest = one.config.kappa if kappa is None else kappa
-    if shortest < 1:
-        raise ChoiceError(f"kappa is {shortest}; a suffix match has 1 token or more")
+    if not 1 <= shortest <= MatchConfig.max_length:
+        raise ChoiceError(f"kappa is {shortest}; a suffix match has 1 to {MatchConfig.max_length} tokens")
     owner: Any = model
     before, usual = owner.__dict__.get(MAKER), owner._get_candidate_generator
 

@@ -30,7 +30,10 @@ def test_there_and_back() -> None:
         ({"probe": 3}, "probe is 3"),
         ({"probe": "x", "tau": 2}, r"tau is 2; a threshold of a probability lies in \[0, 1\]"),
         ({"probe": "x", "tau": "low"}, "tau is 'low'"),
-        ({"probe": "x", "kappa": 0}, "kappa is 0; it must be 1 or more"),
+        ({"probe": "x", "tau": True}, "tau is True"),
+        ({"probe": "x", "kappa": 0}, "kappa is 0; it must be a number from 1 to 32"),
+        ({"probe": "x", "kappa": 33}, "kappa is 33; it must be a number from 1 to 32"),
+        ({"probe": "x", "kappa": True}, "kappa is True"),
         ({"probe": "x", "kappa": 1.5}, "kappa is 1.5"),
     ],
 )

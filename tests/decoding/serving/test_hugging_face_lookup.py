@@ -150,6 +150,7 @@ def test_the_model_is_as_it_was(model: Any) -> None:
         (probe_at("resid_pre.0"), {}, "reads resid_pre.0, and"),
         (probe_at("resid_post.1"), {"tau": 2.0}, "tau is 2.0"),
         (probe_at("resid_post.1"), {"kappa": 0}, "kappa is 0"),
+        (probe_at("resid_post.1"), {"kappa": 33}, "kappa is 33"),
     ],
 )
 def test_refused(probe: Probe, how: dict[str, Any], told: str, model: Any) -> None:
