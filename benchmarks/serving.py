@@ -18,6 +18,7 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from decoding.summary import HEAVY, OVERALL, Row, ratio
 from switchsd.artifacts import shipped
 
 DEPTHS = (3, 5, 8)
-CONCURRENCY = {1: 4, 4: 8, 16: 32}
+CONCURRENCY = {1: 3, 4: 8, 16: 24}
 """Requests at a time, and prompts of a round."""
 SWITCHED = {"switchsd": {}, "match-4": {"tau": 0.0, "kappa": 4}, "never": {"tau": 1.0}}
 """What these columns tell the switch beside its probe."""
@@ -52,7 +53,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="", help="by default float32 for acceptance, else bfloat16")
     parser.add_argument("--columns", default="", help="by default all that belong to the measurement")
     parser.add_argument("--depths", default=",".join(map(str, DEPTHS)))
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--vllm-python", default=sys.executable)
     options = parser.parse_args()
@@ -216,8 +217,13 @@ def in_turns(
     columns: Sequence[str], depth: int, sizes: dict[int, int], options: Any
 ) -> dict[tuple[str, int], list[Batch]]:
     _, prompts = load(options)
+    warm = max(sizes)  # the first prompts
+    order = random.Random(0).sample(range(warm, len(prompts)), len(prompts) - warm)
+    if options.what == "throughput" and (needed := options.rounds * sum(sizes.values())) > len(order):
+        # suffix decoding remembers whole answers: no prompt may come twice
+        sys.exit(f"{options.rounds} rounds need {needed + warm} prompts, and there are {len(prompts)}: raise --limit")
+    waiting = cycle(order)
     peers = {column: engine(column, depth, options) for column in columns}
-    order = random.Random(0)
     for column, peer in peers.items():  # a warm-up of each shape
         for concurrency in sizes:
             peer.ask_all(prompts[:concurrency], 8, concurrency=concurrency)
@@ -225,7 +231,7 @@ def in_turns(
     rounds: dict[tuple[str, int], list[Batch]] = {}
     for number in range(options.rounds):
         for concurrency, size in sizes.items():
-            chosen = order.sample(range(len(prompts)), min(size, len(prompts)))
+            chosen = [next(waiting) for _ in range(size)]
             turn = list(peers)[number % len(peers) :] + list(peers)[: number % len(peers)]
             for column in turn:
                 batch = peers[column].ask_all([prompts[i] for i in chosen], options.tokens, concurrency=concurrency)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class CustomGenerate:
         self.mode = mode
         self.trace = Trace()
         """The steps of the latest call."""
-        self._turn = Lock()
+        self._turn, self._busy = RLock(), False
         self._plan(mode)
 
     def __call__(
@@ -82,8 +82,17 @@ class CustomGenerate:
             keep_logits=told and bool(config.output_logits),
         )
         requests = [Request(row, text, sequences.limit) for row, text in enumerate(texts)]
-        with self._turn:
-            self._run(requests, sequences, streamer)
+        with self._turn:  # a thread that holds it comes in again, and would wait for itself
+            if self._busy:
+                raise DecodingError(
+                    "a processor, criterion or streamer calls generate with the custom_generate that calls it: make "
+                    "another one for it"
+                )
+            self._busy = True
+            try:
+                self._run(requests, sequences, streamer)
+            finally:
+                self._busy = False
         if streamer is not None:
             streamer.end()
         length = sequences.length

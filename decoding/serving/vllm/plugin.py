@@ -19,8 +19,8 @@ V2_RUNNER = "vllm.v1.worker.gpu.model_runner"
 
 
 def register() -> None:
-    """Hook the EAGLE-3 drafters of both model runners. Safe to repeat."""
-    for hook in (_hook_v1, _hook_v2):
+    """Hook the configuration, and the EAGLE-3 drafters of both model runners. Safe to repeat."""
+    for hook in (_hook_config, _hook_v1, _hook_v2):
         try:
             hook()
         except Exception as error:  # whatever another version does, vLLM must start
@@ -43,6 +43,36 @@ def _wanted(vllm_config: Any, runner: Runner) -> bool:
     if reason:
         _off(reason)
     return not reason
+
+
+def _hook_config() -> None:
+    from vllm.config import VllmConfig
+
+    check = VllmConfig.__post_init__
+    if hasattr(check, "switchsd"):
+        return
+
+    def __post_init__(self: Any) -> None:
+        check(self)
+        _refuse(self)
+
+    __post_init__.switchsd = True  # type: ignore[attr-defined]
+    VllmConfig.__post_init__ = __post_init__
+
+
+def _refuse(vllm_config: Any) -> None:
+    """Raise ValueError, before anything is built, for a switch that is asked for and would not be in the engine."""
+    from decoding.serving.config import KEY, SwitchConfig
+
+    speculative, additional = vllm_config.speculative_config, vllm_config.additional_config
+    method = None if speculative is None else speculative.method
+    if method == "custom_class":  # what its class is told is between the two
+        return
+    if SwitchConfig.of(additional) is not None and method != "eagle3":
+        raise ValueError(
+            f"additional_config.{KEY} asks for the switch, and the engine drafts by {method}: name an EAGLE-3 head, "
+            'speculative_config={"method": "eagle3", "model": ..., "num_speculative_tokens": ...}'
+        )
 
 
 def _hook_v1() -> None:

@@ -454,3 +454,19 @@ def test_real_model_with_its_probe_and_head() -> None:
     assert model.generate(**how, custom_generate=switch).tolist() == model.generate(**how).tolist()
     drafters = {name for record in switch.trace for name in record.drafters}
     assert drafters == {"copy", "eagle"}
+
+
+def test_a_processor_that_comes_back_in_is_told_so(model: PreTrainedModel, make: Callable[..., CustomGenerate]) -> None:
+    switch = make()
+
+    class Inward(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            model.generate(**padded([PROMPT]), custom_generate=switch, max_new_tokens=2, pad_token_id=0)
+            return scores
+
+    with pytest.raises(DecodingError, match="calls generate with the custom_generate that calls it"):
+        model.generate(
+            **padded([PROMPT]), custom_generate=switch, max_new_tokens=4, pad_token_id=0, logits_processor=[Inward()]
+        )
+    alone, drafted = both(model, switch, [PROMPT])
+    assert torch.equal(alone, drafted)

@@ -11,9 +11,21 @@ import pytest
 
 from decoding.serving.vllm import plugin, symbols
 
-V1, V2 = "vllm.v1.spec_decode.eagle", "vllm.v1.worker.gpu.spec_decode"
+V1, V2, CONFIG = "vllm.v1.spec_decode.eagle", "vllm.v1.worker.gpu.spec_decode", "vllm.config"
 ASKED = SimpleNamespace(additional_config={"switchsd": {"probe": "toy"}})
 PLAIN = SimpleNamespace(additional_config={})
+
+
+class Config:
+    """A stand-in for vLLM's `VllmConfig`."""
+
+    def __init__(self, method: str | None, additional: Any) -> None:
+        self.speculative_config = None if method is None else SimpleNamespace(method=method)
+        self.additional_config = additional
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        self.checked = True
 
 
 class Theirs:
@@ -24,7 +36,7 @@ class Theirs:
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both runners' modules, and ours."""
-    made = {name: ModuleType(name) for name in (V1, V2, plugin.V2_RUNNER)}
+    made = {name: ModuleType(name) for name in (V1, V2, plugin.V2_RUNNER, CONFIG)}
     for name, module in made.items():
         parts = name.split(".")
         for end in range(1, len(parts)):
@@ -32,6 +44,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setitem(sys.modules, outer, sys.modules.get(outer) or ModuleType(outer))
         monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.setattr(sys.modules[".".join(parts[:-1])], parts[-1], module, raising=False)
+    vars(made[CONFIG])["VllmConfig"] = type("VllmConfig", (Config,), {})
     proposer = type("EagleProposer", (Theirs,), {})
     vars(made[V1])["EagleProposer"] = proposer
     for name in (V2, plugin.V2_RUNNER):
@@ -84,3 +97,22 @@ def test_without_the_runners_vllm_starts(vllm: None, monkeypatch: pytest.MonkeyP
     plugin.register()
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["switchsd is off, vLLM is as it was"]
     assert sys.modules[V2].init_speculator.switchsd
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", None])
+def test_a_switch_without_an_eagle_head_is_refused_before_anything_is_built(vllm: None, method: str | None) -> None:
+    plugin.register()
+    plugin.register()
+    config: Any = sys.modules[CONFIG].VllmConfig
+    assert config(method, {}).checked
+    with pytest.raises(ValueError, match=rf"asks for the switch, and the engine drafts by {method}: name an EAGLE-3"):
+        config(method, ASKED.additional_config)
+
+
+def test_what_is_asked_is_read_before_anything_is_built(vllm: None) -> None:
+    plugin.register()
+    config: Any = sys.modules[CONFIG].VllmConfig
+    assert config("eagle3", ASKED.additional_config).checked
+    assert config("custom_class", {"switchsd": {"kappa": 5}}).checked
+    with pytest.raises(ValueError, match="tau is 2"):
+        config("eagle3", {"switchsd": {"probe": "toy", "tau": 2}})
