@@ -81,8 +81,9 @@ class DeviceSwitch:
         if self._find is None:
             self._find = self._finder(texts.buffer)
         matches = self._find(texts)
-        asked = eligible & (matches.starts[:, 0] >= 0)
-        return Copies(matches.tokens[:, 0], scores, eligible, asked, asked & (scores >= self.tau))
+        tokens = matches.tokens[:, 0]
+        asked = eligible & (tokens >= 0).all(dim=1)  # an engine marks tokens that it does not know yet as negative
+        return Copies(tokens, scores, eligible, asked, asked & (scores >= self.tau))
 
     def _finder(self, buffer: torch.Tensor) -> Callable[[Texts], TensorMatches]:
         # where a prompt ends is told of a match and decides nothing here: any tensor of the right shape will do

@@ -178,3 +178,11 @@ def test_a_history_s_switch_decides_as_the_plain_rule(seed: int) -> None:
             if wanted:
                 copied[id(request)] = len(wanted)
     assert counters.outcomes in (outcomes, outcomes[: len(outcomes) - len(last)])
+
+
+def test_a_copy_with_an_unknown_token_is_not_drafted() -> None:
+    texts = Texts(torch.tensor([[1, 2, -1, 1, 2]], dtype=torch.int32), torch.tensor([5]), torch.tensor([0]))
+    switch = DeviceSwitch(probe(), MatchConfig(kappa=2, candidates=1, depth=K), 0.5, 1)
+    copies = switch.decide(torch.full((1, WIDTH), 3.0), texts, torch.tensor([True]))
+    assert copies.over(torch.full((1, K), 9)).tolist() == [[9] * K]
+    assert not copies.asked.any()
