@@ -62,7 +62,8 @@ def serve(
     if speculative_tokens < 1:
         raise UsageError(f"--speculative-tokens is {speculative_tokens}; it must be 1 or more")
     _check_extra(rest, dtype)
-    engine = find_engine(vllm_python, drafter != NONE)
+    with bar("looking for vLLM"):
+        engine = find_engine(vllm_python, drafter != NONE)
     if drafter == NONE:
         source, speculative, additional, about = _copying(model, probe, tau, kappa)
     else:
