@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from activations.matching import MatchConfig
+
+if TYPE_CHECKING:
+    from probes.artifact import ProbeConfig
 
 KEY = "switchsd"
 """Where vLLM's `additional_config` holds it."""
@@ -46,6 +49,10 @@ class SwitchConfig:
             return cls(**values)
         except ValueError as error:
             raise ValueError(f"additional_config.{KEY}: {error}") from error
+
+    def rule(self, probe: ProbeConfig) -> tuple[float, int]:
+        """tau and kappa; what is not said is the probe's."""
+        return probe.threshold if self.tau is None else self.tau, self.kappa or probe.kappa
 
     def to_additional(self) -> dict[str, Any]:
         """The same as `additional_config`."""

@@ -117,10 +117,10 @@ def _switching(model: str, probe: str, drafter: str, tau: float | None, kappa: i
     except ValueError as error:
         raise UsageError(f"--{error}") from error
     head = _head(drafter, target)
-    threshold, shortest = (chosen.config.threshold, chosen.config.kappa)
+    threshold, shortest = config.rule(chosen.config)
     about = (
-        f"probe at {chosen.config.site}, copies from a copy intent of {threshold if tau is None else tau:.2f} and a "
-        f"suffix match of {shortest if kappa is None else kappa}, else the head {head} drafts"
+        f"probe at {chosen.config.site}, copies from a copy intent of {threshold:.2f} and a suffix match of "
+        f"{shortest}, else the head {head} drafts"
     )
     return target_source(model), {"method": "eagle3", "model": head}, config.to_additional(), about
 

@@ -38,8 +38,8 @@ class SwitchProposer(EagleProposer):
         super().__init__(vllm_config, device, runner=runner)
         self.runner = runner
         group = get_tp_group()
-        match = MatchConfig(config.kappa or self.probe.config.kappa, candidates=1, depth=depth)
-        tau = self.probe.config.threshold if config.tau is None else config.tau
+        tau, kappa = config.rule(self.probe.config)
+        match = MatchConfig(kappa, candidates=1, depth=depth)
         agree = group.broadcast if group.world_size > 1 else None
         counters = Counters.of(vllm_config) if group.rank_in_group == 0 else None
         requests = vllm_config.scheduler_config.max_num_seqs

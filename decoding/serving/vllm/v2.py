@@ -42,10 +42,11 @@ class SwitchSpeculator(EagleSpeculator):
         refuse(vllm_config)
         super().__init__(vllm_config, device)
         group = get_tp_group()
+        tau, kappa = config.rule(self.probe.config)
         self.switch = DeviceSwitch(
             self.probe,
-            MatchConfig(config.kappa or self.probe.config.kappa, candidates=1, depth=self.num_speculative_steps),
-            self.probe.config.threshold if config.tau is None else config.tau,
+            MatchConfig(kappa, candidates=1, depth=self.num_speculative_steps),
+            tau,
             self.max_num_reqs,
             agree=group.broadcast if group.world_size > 1 else None,
         )
