@@ -132,8 +132,6 @@ def serving_probe(asked: str, target: Target) -> tuple[str, Probe]:
     from switchsd.artifacts import candidates
 
     def obstacle(probe: Probe) -> str:
-        if len(probe.config.sites) > 1:
-            return f"the probe reads several sites ({probe.config.site}), and the switch hands it one"
         try:
             layer_of(probe.config.site, target.blocks)
         except ValueError as error:

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from activations.sites import Site
-from probes.artifact import ProbeConfig
+from probes.artifact import JOIN, ProbeConfig
 
 
 def layer_of(site: str, blocks: int) -> int:
     """vLLM's number of a site: k for what enters block k. Raises ValueError for a site that vLLM does not hand out."""
+    if JOIN in site:
+        raise ValueError(f"the probe reads several sites ({site}), and the switch hands it one")
     parsed = Site.parse(site)
     layer = parsed.block + {"resid_pre": 0, "resid_post": 1}.get(parsed.kind, blocks)
     if parsed.kind == "embed":

@@ -43,10 +43,6 @@ def serving_probe(config: SwitchConfig, vllm: VllmConfig) -> Probe:
     probe = Probe.from_pretrained(config.probe)
     target = fingerprint(vllm.model_config)
     probe.check_target(target, vllm.model_config.model)
-    if len(probe.config.sites) > 1:
-        raise ValueError(
-            f"switchsd: the probe reads {probe.config.site}, and a served one reads one site: a block's input or output"
-        )
     try:
         layer_of(probe.config.site, target.blocks)
     except ValueError as error:
