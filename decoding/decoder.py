@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from threading import RLock
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, overload
@@ -12,15 +13,16 @@ from activations.matching.shared import SharedConfig, SharedStore
 from activations.sampling import Sampling
 from activations.target import Target
 from decoding.costs import CostTable, cached_costs, get_costs
-from decoding.drafters import Drafter
+from decoding.drafters import CopyDrafter, Drafter
 from decoding.engine import Commit, Engine
+from decoding.gates import ProbeGate
 from decoding.minedraft.scheduler import OverlappedScheduler
 from decoding.modes import DecodingError, ModeSettings, Parts, Plan, SiteProbe, get_mode
 from decoding.request import TARGET, Request
 from decoding.scheduler import SequentialScheduler
 from decoding.selfcheck import ensure_tree_forward
 from decoding.text import TextStream
-from decoding.trace import Trace
+from decoding.trace import About, Trace
 from probes.length_head import LengthHead
 
 if TYPE_CHECKING:
@@ -88,6 +90,7 @@ class Call:
     """What was asked of a decoder, checked."""
 
     mode: str
+    settings: ModeSettings
     plan: Plan
     sampling: Sampling
     stop: tuple[str, ...]
@@ -200,7 +203,7 @@ class Decoder:
         requests = [call.request(i, ids, self.target.max_length) for i, ids in enumerate(prompts)]
 
         def events() -> Generator[Event, None, None]:  # nothing is attached to the target before the first one
-            self.trace = Trace()
+            self.trace = self.tracing(call.mode, call.plan, call.settings, call.sampling)
             with self._turn:
                 engine = Engine(self.target, call.plan, min(call.batch, len(requests)), self.trace, call.mode)
             try:
@@ -246,7 +249,7 @@ class Decoder:
             plan.verifier.check(sampling)
         except (ValueError, TypeError) as error:
             raise DecodingError(str(error)) from error
-        return Call(mode, plan, sampling, stops, max_new_tokens, batch)
+        return Call(mode, chosen, plan, sampling, stops, max_new_tokens, batch)
 
     def plan(self, mode: str, settings: ModeSettings | None = None) -> Plan:
         """A mode, built from this decoder's parts."""
@@ -274,6 +277,23 @@ class Decoder:
             "probe": None if plan.probe is None else plan.probe.config.to_dict(),
             "lengths": None if plan.lengths is None else plan.lengths.digest,
         }
+
+    def tracing(self, mode: str, plan: Plan, settings: ModeSettings, sampling: Sampling) -> Trace:
+        """An empty trace for texts that are written so."""
+        probe, copy = plan.probe, next((d for d in plan.drafters if isinstance(d, CopyDrafter)), None)
+        about = About(
+            target=self.target.name,
+            mode=mode,
+            lossless=get_mode(mode).lossless,
+            gate=type(plan.gate).__name__,
+            site=None if probe is None else ", ".join(probe.config.sites),
+            label=None if probe is None else str(probe.config.to_dict().get("label")),
+            tau=plan.gate.tau if isinstance(plan.gate, ProbeGate) else None,
+            kappa=None if copy is None else copy.config.kappa,
+            settings=asdict(settings),
+            sampling=asdict(sampling),
+        )
+        return Trace(about=about, decode=partial(self.target.decode, skip_special_tokens=False))
 
     def _store(self, config: SharedConfig) -> SharedStore:
         """The store of finished texts; other settings begin another one."""

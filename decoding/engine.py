@@ -114,6 +114,8 @@ class Engine:
         self._intents: dict[Request, float] = {}
         self._readings: dict[Request, tuple[float, ...]] = {}
         self._steps: dict[Request, int] = {}
+        self._texts: dict[Request, int] = {}
+        """Where each request's text stands in the trace."""
         self._began = perf_counter()
         self._sites: dict[str, list[Site]] = {}
         for drafter in plan.drafters:
@@ -144,6 +146,7 @@ class Engine:
             verdicts = [self.plan.verifier.accept([EMPTY], logits, [row], reading)[0] for row in rows]
         self._rows.hold(rows)
         self.requests.append(request)
+        self._texts[request] = self.trace.begin(request)
         self._steps.update(dict.fromkeys(rows, 0))
         for row, verdict in zip(rows, verdicts, strict=False):
             row.tokens.append(verdict.pending)
@@ -208,6 +211,7 @@ class Engine:
             self._intents.pop(row, None)
             self._readings.pop(row, None)
             self._steps.pop(row, None)
+        self._texts.pop(request, None)
         self.plan.verifier.close(request)
 
     def close(self) -> None:
@@ -421,6 +425,7 @@ class Engine:
             ess=verdict.ess,
             asked=verdict.asked,
             kept=verdict.kept,
+            text=self._texts[request.group],
             draft_ms=draft.draft_ms,
             verify_ms=verify_ms,
             overhead_ms=draft.gate_ms + rest_ms,

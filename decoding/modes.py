@@ -425,7 +425,7 @@ def _switchsd(parts: Parts) -> Plan:
         return Plan(BanditGate(copy, neural), drafters)
     gate = parts.length_gate(copy, neural)
     if gate is not None:
-        return Plan(gate, drafters, lengths=parts.lengths)
+        return Plan(gate, drafters, parts.probe, parts.lengths)  # the probe decides nothing here: it is for the trace
     if s.gate == "cost":
         raise DecodingError(
             f"gate 'cost' needs a length head for {parts.target.name}, and none is loaded: "

@@ -1,14 +1,65 @@
-"""The trace: one record a step, kept in memory and written as Parquet."""
+"""The trace: the texts that were written, and one record a step; kept in memory and written as Parquet."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-VERSION = 1
+if TYPE_CHECKING:
+    from decoding.request import Request
+
+VERSION = 2
+"""Version 1 held records alone."""
+RECORDS, TEXTS = b"switchsd_trace", b"switchsd_texts"
+"""Keys of the Parquet file's metadata: the version, and everything that is no record, as JSON."""
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+LONGEST = 8
+"""Most tokens of one character; what is longer is no character that is still to come."""
+
+Decode = Callable[[Sequence[int]], str]
+"""The text of token ids, special ones included."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What the steps of a trace have in common."""
+
+    target: str
+    mode: str
+    lossless: bool
+    gate: str
+    """Class of the gate."""
+    site: str | None
+    """Where the probe reads; None without a probe."""
+    label: str | None
+    """What the probe's output is the probability of."""
+    tau: float | None
+    """Copy intent from which the gate copies; None where it decides otherwise."""
+    kappa: int | None
+    """Shortest suffix match that is copied from; None where nothing copies."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of the modes."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TracedText:
+    """One text that steps wrote: an answer with its prompt. Positions in records count from the prompt's begin."""
+
+    request: int
+    """Number of the request; the turns of a chat have the same one."""
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    """Generated; of particles, those that all agree on, and at the end those of the chosen one."""
+    sources: tuple[str, ...]
+    """Who drafted each generated token."""
+    pieces: tuple[str, ...]
+    """The text of each token of the prompt and the answer, special ones included; joined, they are the text. A
+    character that is made of several tokens stands with the last of them."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +111,8 @@ class StepRecord:
     """Mismatches at which an arbiter chose between the draft's token and the target's."""
     kept: tuple[int, ...] = ()
     """Nodes of the accepted path that the target would not have written: an arbiter kept the draft's token."""
+    text: int = 0
+    """Index of the step's text in the trace."""
 
     @property
     def copies(self) -> bool:
@@ -75,19 +128,64 @@ class StepRecord:
 
 
 class Trace:
-    """Records in the order in which their steps were committed."""
+    """Texts in the order in which they were begun, and records in that in which their steps were committed."""
 
-    def __init__(self, records: Iterable[StepRecord] = ()) -> None:
+    def __init__(
+        self, records: Iterable[StepRecord] = (), about: About | None = None, decode: Decode | None = None
+    ) -> None:
+        """`decode` gives the strings of tokens; without it they are told by their ids."""
         self.records: list[StepRecord] = list(records)
+        self.about = about
+        self._decode = decode
+        self._requests: list[Request] = []
+        """Those of the texts, which grow with them."""
+        self._read: list[TracedText] = []
+        """Texts from a file."""
+        self._strings: dict[int, str] = {}
+        """Strings of drafted tokens, as far as they were asked for."""
 
     def add(self, record: StepRecord) -> None:
         self.records.append(record)
+
+    def begin(self, request: Request) -> int:
+        """A text begins; returns its index, for the records of its steps."""
+        self._requests.append(request)
+        return len(self._read) + len(self._requests) - 1
+
+    def clear(self) -> None:
+        """Forget all texts and records. No text may be under way."""
+        self.records.clear()
+        self._requests.clear()
+        self._read.clear()
+
+    @property
+    def texts(self) -> list[TracedText]:
+        """The texts as far as they are written; none in traces of version 1. Made anew at each call."""
+        return [*self._read, *map(self._text, self._requests)]
+
+    def string(self, token: int) -> str:
+        """The text of a token by itself."""
+        if token not in self._strings:
+            self._strings[token] = f"#{token}" if self._decode is None else self._decode([token])
+        return self._strings[token]
 
     def __len__(self) -> int:
         return len(self.records)
 
     def __iter__(self) -> Iterator[StepRecord]:
         return iter(self.records)
+
+    def _text(self, request: Request) -> TracedText:
+        count = min(len(request.generated), len(request.sources))
+        tokens = [*request.prompt, *request.generated[:count]]
+        pieces = [self.string(t) for t in tokens] if self._decode is None else spell(self._decode, tokens)
+        return TracedText(
+            request=request.number,
+            prompt=tuple(request.prompt),
+            tokens=tuple(tokens[len(request.prompt) :]),
+            sources=tuple(request.sources[:count]),
+            pieces=tuple(pieces),
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a Parquet file, whole or not at all."""
@@ -96,9 +194,14 @@ class Trace:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        table = pa.table(
-            {f.name: [getattr(r, f.name) for r in self.records] for f in fields(StepRecord)}, schema=_schema()
-        )
+        strings = {t: self.string(t) for r in self.records for t in (*r.tokens, r.pending)}
+        beside = {
+            "about": None if self.about is None else asdict(self.about),
+            "texts": [asdict(text) for text in self.texts],
+            "strings": strings,
+        }
+        schema = _schema().with_metadata({RECORDS: str(VERSION), TEXTS: json.dumps(beside)})
+        table = pa.table({f.name: [getattr(r, f.name) for r in self.records] for f in fields(StepRecord)}, schema)
         target = Path(path)
         scratch = target.with_name(f".{target.name}.{os.getpid()}")
         try:
@@ -109,6 +212,7 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
+        """Read a Parquet file that `save` wrote, without a target. Raises ValueError for anything else."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -120,12 +224,49 @@ class Trace:
         if missing:
             raise ValueError(f"{os.fspath(path)} is no trace of this version: it lacks {', '.join(missing)}")
         rows = table.select([f.name for f in fields(StepRecord) if f.name in table.column_names]).to_pylist()
-        return cls(_record(row) for row in rows)
+        trace = cls(_record(row) for row in rows)
+        beside = (table.schema.metadata or {}).get(TEXTS)
+        if beside is not None:
+            try:
+                trace._take(json.loads(beside))
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise ValueError(f"the texts of the trace {os.fspath(path)} cannot be read: {error}") from error
+        return trace
+
+    def _take(self, beside: dict[str, Any]) -> None:
+        """What stood beside the records in a file."""
+        about = beside["about"]
+        self.about = None if about is None else About(**about)
+        self._read = [TracedText(**_tuples(text)) for text in beside["texts"]]
+        for text in self._read:
+            if not len(text.pieces) == len(text.prompt) + len(text.tokens) == len(text.prompt) + len(text.sources):
+                raise ValueError(f"the text of request {text.request} has not a string and a source for each token")
+        self._strings = {int(token): str(string) for token, string in beside["strings"].items()}
+
+
+def spell(decode: Decode, tokens: Sequence[int]) -> list[str]:
+    """The text of each token where it stands; joined, they are the text.
+
+    A character that is made of several tokens stands with the last of them.
+    """
+    pieces: list[str] = []
+    start = done = 0  # tokens from `start` are the context in which those from `done` are decoded
+    for end in range(1, len(tokens) + 1):
+        before, after = decode(tokens[start:done]), decode(tokens[start:end])
+        if after.endswith(BROKEN) and end < len(tokens) and end - done < LONGEST:
+            pieces.append("")
+            continue
+        pieces.append(after[len(before) :])
+        start, done = done, end
+    return pieces
 
 
 def _record(row: dict[str, Any]) -> StepRecord:
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
-    return StepRecord(**values)
+    return StepRecord(**_tuples(row))
+
+
+def _tuples(row: dict[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
 
 
 def _schema() -> Any:
@@ -140,6 +281,4 @@ def _schema() -> Any:
         "tuple[float, ...]": pa.list_(pa.float64()),
         "tuple[str, ...]": pa.list_(pa.string()),
     }
-    return pa.schema(
-        [pa.field(f.name, types[str(f.type)]) for f in fields(StepRecord)], metadata={"switchsd_trace": str(VERSION)}
-    )
+    return pa.schema([pa.field(f.name, types[str(f.type)]) for f in fields(StepRecord)])

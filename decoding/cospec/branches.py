@@ -317,7 +317,7 @@ class Runner:
             return True
 
         list(SequentialScheduler(self._engine).run(requests, ended))
-        self._engine.trace.records.clear()
+        self._engine.trace.clear()
         if not all(runs):
             raise PolicyError("not every answer was written: the machine is out of memory; use fewer rows")
         return [run for run in runs if run is not None]

@@ -7,15 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
-"""Of Okabe and Ito, told apart by colour-blind people."""
+from activations.figures import COLOURS, GREY
+
 PANELS = (
     ("reward", "mean return of an episode"),
     ("entropy", "entropy of a decision (nats)"),
     ("approx_kl", "divergence of an update (nats)"),
     ("loss", "loss of PPO"),
 )
-GREY = "#808080"
 
 
 def draw_curves(records: Sequence[Mapping[str, Any]], file: Path) -> None:
@@ -23,7 +22,7 @@ def draw_curves(records: Sequence[Mapping[str, Any]], file: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.8, 5.6), layout="constrained")
-    for (name, label), colour, axes in zip(PANELS, COLOURS, figure.subplots(2, 2, sharex=True).flat, strict=True):
+    for (name, label), colour, axes in zip(PANELS, COLOURS[:4], figure.subplots(2, 2, sharex=True).flat, strict=True):
         points = [(r["timesteps"], r[name]) for r in records if r.get(name) is not None]
         axes.plot([x for x, _ in points], [y for _, y in points], ".-" if len(points) < 30 else "-", color=colour)
         axes.set_ylabel(label, fontsize=9)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from decoding.trace import StepRecord, Trace
+from decoding.chat import Chat
+from decoding.decoder import Decoder
+from decoding.modes import ModeSettings
+from decoding.trace import TEXTS, StepRecord, Trace, spell
+
+TEXT_WITHOUT_PIECES = """{"about": null, "strings": {}, "texts": [
+    {"request": 0, "prompt": [1], "tokens": [], "sources": [], "pieces": []}
+]}"""
 
 
 def record(step: int, intent: float | None) -> StepRecord:
@@ -45,3 +56,77 @@ def test_what_is_no_trace_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"request": [1]}), tmp_path / "other.parquet")
     with pytest.raises(ValueError, match="lacks step, start"):
         Trace.load(tmp_path / "other.parquet")
+
+
+def test_texts_come_back_without_a_target(small_target: Any, tmp_path: Path) -> None:
+    decoder = Decoder(small_target(), settings=ModeSettings(kappa=2))
+    prompts = ["01230123", "5454"]
+    found = decoder.generate(prompts, mode="copy", max_new_tokens=30)
+    decoder.trace.save(tmp_path / "t.parquet")
+    back = Trace.load(tmp_path / "t.parquet")
+    assert back.records == decoder.trace.records and back.about == decoder.trace.about
+    assert back.texts == decoder.trace.texts
+    assert back.about is not None and (back.about.mode, back.about.kappa, back.about.tau) == ("copy", 2, None)
+    assert back.about.settings["kappa"] == 2
+    for i, made in enumerate(found):
+        [text] = [t for t in back.texts if t.request == i]
+        assert list(text.tokens) == made.tokens and list(text.sources) == made.sources
+        assert "".join(text.pieces) == prompts[i] + small_target().decode(made.tokens, skip_special_tokens=False)
+    for r in back:
+        text = back.texts[r.text]
+        assert text.request == r.request
+        whole = [*text.prompt, *text.tokens]
+        step = [*(r.tokens[i] for i in r.accepted), r.pending][: len(whole) - r.position - 1]  # the last one may be cut
+        assert whole[r.position + 1 : r.position + 1 + len(step)] == step
+        assert all(back.string(t) == small_target().decode([t], skip_special_tokens=False) for t in r.tokens)
+
+
+def test_a_chat_has_a_text_a_turn(small_target: Any) -> None:
+    target = copy.copy(small_target())
+    target.tokenizer = copy.copy(target.tokenizer)
+    target.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    chat = Chat(Decoder(target), mode="copy", max_new_tokens=5)
+    with chat:
+        chat.send("0123")
+        chat.send("45")
+        texts = chat.decoder.trace.texts
+    assert [t.request for t in texts] == [0, 0] and len(texts[1].prompt) > len(texts[0].prompt) + 4
+    assert {r.text for r in chat.decoder.trace} == {0, 1}
+
+
+def test_a_trace_of_version_1_loads_without_texts(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    trace = Trace(record(i, None) for i in range(3))
+    trace.save(tmp_path / "new.parquet")
+    table = pq.read_table(tmp_path / "new.parquet").drop(["text"])
+    pq.write_table(table.replace_schema_metadata({"switchsd_trace": "1"}), tmp_path / "old.parquet")
+    old = Trace.load(tmp_path / "old.parquet")
+    assert (old.records, old.texts, old.about) == (trace.records, [], None)
+    assert old.string(7) == "#7"
+
+
+@pytest.mark.parametrize("beside", ["{", "[]", '{"about": {"x": 1}, "texts": [], "strings": {}}', TEXT_WITHOUT_PIECES])
+def test_texts_that_cannot_be_read_are_named(beside: str, tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    Trace([record(0, None)]).save(tmp_path / "t.parquet")
+    table = pq.read_table(tmp_path / "t.parquet")
+    pq.write_table(table.replace_schema_metadata({TEXTS: beside}), tmp_path / "t.parquet")
+    with pytest.raises(ValueError, match=r"the texts of the trace .*t\.parquet cannot be read"):
+        Trace.load(tmp_path / "t.parquet")
+
+
+@given(st.text(max_size=60))
+def test_pieces_join_to_the_text_whatever_the_tokens_cut(text: str) -> None:
+    """Tokens of one byte: the hardest cuts there are."""
+    tokens = list(text.encode("utf-8", "replace"))
+    pieces = spell(lambda ids: bytes(ids).decode("utf-8", "replace"), tokens)
+    assert "".join(pieces) == bytes(tokens).decode("utf-8", "replace")
+    assert len(pieces) == len(tokens)
+
+
+def test_bytes_that_make_no_character_are_told_too() -> None:
+    tokens = [0x80] * 30 + list(b"end")
+    pieces = spell(lambda ids: bytes(ids).decode("utf-8", "replace"), tokens)
+    assert "".join(pieces) == "\N{REPLACEMENT CHARACTER}" * 30 + "end"

@@ -106,7 +106,7 @@ class CustomGenerate:
         """All texts to their ends; the streamer is given what stands in all rows, a position at a time."""
         mode = "ar" if sequences.in_step else self.mode
         plan = replace(self._plan(mode), verifier=ProcessedVerifier(sequences))
-        self.trace = Trace()
+        self.trace = self.decoder.tracing(mode, plan, self.decoder.settings, requests[0].sampling)
         engine = Engine(self.decoder.target, plan, len(requests), self.trace, mode)
         told = 0
         try:
