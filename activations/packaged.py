@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+LOG = logging.getLogger("switchsd")
 
 
 class MissingModel(Exception):
@@ -89,6 +92,7 @@ def folder(alias: str) -> Path:
         raise MissingModel(f"target {alias!r} is not installed: run `{how}` ({package.license})")
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    LOG.warning("Making safetensors of the packaged weights of %s, once: about 20 s.", alias)
     done.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{alias}.", dir=done.parent) as scratch:
         source = _joined(alias, pieces, Path(scratch)) if len(pieces) > 1 else pieces[0]
