@@ -65,7 +65,10 @@ def folded_attention(
     dropout: float = 0.0,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """query [B, H, Q, D], key [B, Hkv, K, D], value [B, Hkv, K, Dv], mask bool [B, 1, Q, K] -> [B, Q, H, Dv]."""
+    """query [B, H, Q, D], key [B, Hkv, K, D], value [B, Hkv, K, Dv], mask bool [B, 1, Q, K] -> [B, Q, H, Dv].
+
+    Raises ValueError for soft-capped attention.
+    """
     if kwargs.get("softcap") is not None:
         raise ValueError("attention soft-capping is not supported by 'folded' attention; load with attention='eager'")
     for observer in OBSERVERS:

@@ -84,7 +84,7 @@ class KVCache(Cache):
             self.lengths[row] = start + len(path)
 
     def crop_row(self, row: int, length: int) -> None:
-        """Forget everything of a row behind `length` tokens."""
+        """Forget everything of a row behind `length` tokens. Raises ValueError if it has fewer."""
         if not 0 <= length <= self.lengths[row]:
             raise ValueError(f"cannot crop row {row} of {self.lengths[row]} tokens to {length}")
         self.lengths[row] = length
@@ -124,7 +124,7 @@ class KVCache(Cache):
 
     def branches(self, starts: Sequence[int], more: int) -> KVCache:
         """A cache of len(starts) rows with room for `more` tokens each; row i begins with the first starts[i] tokens of
-        the only row of this cache, which stays as it is."""
+        the only row of this cache, which stays as it is. Raises ValueError if there are more rows or fewer tokens."""
         if self.rows != 1 or not all(0 <= start <= self.lengths[0] for start in starts):
             raise ValueError(f"branches of one row of {self.lengths[0]} tokens; got {self.rows} rows, starts {starts}")
         most = max(starts)
@@ -236,7 +236,7 @@ def attention_mask(
 
     `ancestors` [B, Q, Q] (or [Q, Q] for all rows) is True where query i may see new token j, itself included.
     `depths` [B, Q] are the new tokens' distances from the committed end; with `window` a token sees only
-    keys fewer than `window` positions back.
+    keys fewer than `window` positions back. Raises ValueError for a window without depths.
     """
     device = ancestors.device
     b, q = len(lengths), ancestors.shape[-1]

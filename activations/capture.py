@@ -191,7 +191,8 @@ def capture(
 
     `progress(done, total)` is called with documents. An interrupted call leaves whole shards behind; the same
     call again goes on after them, with this engine or another. Raises StoreError if `folder` holds another capture or
-    is being written, if the disk cannot hold the store, or if too many states are not finite.
+    is being written, if the disk cannot hold the store, or if too many states are not finite; ValueError if there is
+    no prompt.
     """
     if not prompts:
         raise ValueError("no prompts to capture: give at least one")

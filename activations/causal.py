@@ -148,7 +148,7 @@ def causal_drops(
     causal_control  random other spans of the same lengths hidden
 
     Positive is a loss. NaN without a match and where the source, the replacement or the control has no place. In
-    bfloat16 a drop carries rounding of the order of 0.1 nats.
+    bfloat16 a drop carries rounding of the order of 0.1 nats. Raises ValueError for matches of another context.
     """
     config = config or CausalConfig()
     columns = {name: np.full(len(positions), np.nan, np.float32) for name in COLUMNS}

@@ -81,7 +81,7 @@ class Skipped:
 
 
 def load_corpus(split: str | None = None) -> list[Prompt]:
-    """The embedded prompts of one split, or of both (train first)."""
+    """The embedded prompts of one split, or of both (train first). Raises ValueError for an unknown split."""
     if split is not None and split not in SPLITS:
         raise ValueError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}, or None for both")
     prompts: list[Prompt] = []

@@ -40,10 +40,14 @@ class Sample:
     """One document."""
 
     number: int
-    token_ids: torch.Tensor  # int64 [T]
-    loss_mask: torch.Tensor  # int64 [T]
-    features: torch.Tensor  # [T, 3, width]
-    last: torch.Tensor  # [T, width]
+    token_ids: torch.Tensor
+    """int64 [T]."""
+    loss_mask: torch.Tensor
+    """int64 [T], 1 on tokens that the target wrote."""
+    features: torch.Tensor
+    """[T, 3, width]: the states that enter a low, a middle and a high block."""
+    last: torch.Tensor
+    """[T, width]: the last state, before the final norm."""
 
     @property
     def finite(self) -> bool:
@@ -59,8 +63,9 @@ def export(
 ) -> dict[str, int]:
     """Write the store's documents into the new folder `folder`; returns numbers of documents, left out and tokens.
 
-    `norm` is the target's final norm, which SpecForge's format needs. `progress(done, total)` counts shards. Raises
-    StoreError if the store does not hold what the format needs, or if the disk cannot hold the copy.
+    `norm` is the target's final norm, of states [T, width], which SpecForge's format needs. `progress(done, total)`
+    counts shards. Raises StoreError if the store does not hold what the format needs, if `folder` holds something, or
+    if the disk cannot hold the copy; ValueError if the norm is missing.
     """
     sites = needed_sites(store)
     if folder.exists() and any(folder.iterdir()):
@@ -169,7 +174,7 @@ def _write_speculators_index(store: CaptureStore, folder: Path, written: set[int
 
 
 def write_specforge(sample: Sample, folder: Path, index: int, norm: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """One sample as SpecForge reads it."""
+    """One sample as SpecForge reads it. `norm` is the target's final norm, of states [T, width]."""
     first = index // GROUP * GROUP
     group = folder / f"rows_{first}-{first + GROUP}"
     group.mkdir(exist_ok=True)

@@ -41,6 +41,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
+    """What the target wrote for a request."""
+
     request: Request
     tokens: list[int]
     """Generated ids, the stop token and those of a follow-up included."""

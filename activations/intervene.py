@@ -49,7 +49,7 @@ class SiteWriter:
 
     @contextmanager
     def writing(self, edit: Edit) -> Iterator[None]:
-        """Every forward within goes on from the edited states."""
+        """Every forward within goes on from the edited states; `edit` is called with each forward's [B, Q, width]."""
         if self._place.is_input:
             handle = self._module.register_forward_pre_hook(self._enter(edit), with_kwargs=True)
         else:

@@ -116,6 +116,8 @@ def follow_rows(
     censored      the text was cut while a candidate still agreed: `accepted` is only a lower bound
     follow        `accepted` >= follow_m; -1 without a match or if undecided
     span_0..2     span labels of tokens t, t+1, t+2; -1 behind the end, and where a window crosses a cut
+
+    Raises ValueError if `prompt_length` does not lie within the text.
     """
     config = config or LabelConfig()
     ids = list(ids)

@@ -83,6 +83,7 @@ class PackedLinear(nn.Module):
         return None if bias is None else bias[self.start : self.stop]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer's part [..., out] of the product of x [..., in], which its neighbours share."""
         out = self.product.shared(x)
         return out if self.alone else out[..., self.start : self.stop]
 
@@ -109,7 +110,7 @@ class PackedLinear(nn.Module):
 
 
 def packs(weight: torch.Tensor) -> bool:
-    """Whether packing pays: bfloat16, on a CPU that multiplies it in hardware."""
+    """Whether packing a weight [out, in] pays: bfloat16, on a CPU that multiplies it in hardware."""
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16

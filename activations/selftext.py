@@ -97,7 +97,8 @@ def write(
     """Extend the store in `folder` until the target has written `config.tokens` tokens; yields the count so far.
 
     Where `prompts` are given they are answered instead of tasks: all of them in turn, again and again; answers after
-    the first round are sampled.
+    the first round are sampled. Raises ValueError if nearly all that the target writes stands in the `benchmarks`
+    files, or if no task prompt fits.
     """
     forbidden = benchmark_ngrams(benchmarks)
     sites = [*eagle_sites(target.blocks), last_site(target.blocks)]
@@ -170,6 +171,10 @@ class Conversation:
         self._number = 0
 
     def next_request(self) -> Request:
+        """The next document to write: one of the given prompts, a turn of the target's own, or a task.
+
+        Raises ValueError if no task prompt of very many fits into the limit of tokens.
+        """
         too_long = 0
         while too_long < FUTILE:
             self._number += 1

@@ -38,6 +38,7 @@ class Site:
 
     @classmethod
     def parse(cls, text: str) -> Site:
+        """The site of a name such as `resid_mid.14`. Raises ValueError for other names."""
         if text == "embed":
             return cls("embed")
         match = re.fullmatch(r"([a-z_]+)\.(\d+)", text)
@@ -50,7 +51,10 @@ class Site:
 
 
 def parse_sites(sites: Iterable[str | Site], blocks: int) -> list[Site]:
-    """Sites of a model with `blocks` blocks. A star (`resid_mid.*`) means every block; negative is not allowed."""
+    """Sites of a model with `blocks` blocks. A star (`resid_mid.*`) means every block; negative is not allowed.
+
+    Raises ValueError for an unknown name and for a block that the model does not have.
+    """
     out: list[Site] = []
     for site in sites:
         if isinstance(site, str) and site.endswith(".*"):
@@ -68,7 +72,8 @@ def parse_sites(sites: Iterable[str | Site], blocks: int) -> list[Site]:
 def eagle_sites(blocks: int) -> list[str]:
     """The three sites that an EAGLE-3 head reads: what enters a low, a middle and a high block.
 
-    Published heads read blocks 2, n // 2 and n - 3; in a target of fewer than seven these are not three.
+    Published heads read blocks 2, n // 2 and n - 3; in a target of fewer than seven these are not three. Raises
+    ValueError if there are fewer than four blocks. Source: EAGLE-3, arXiv 2503.01840, and its released code.
     """
     chosen = (2, blocks // 2, blocks - 3) if blocks > 6 else (1, blocks // 2, blocks - 1)
     if len(set(chosen)) < 3:

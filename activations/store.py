@@ -52,7 +52,9 @@ MARGIN = GIB // 4
 """Bytes of a disk that a run leaves free."""
 
 Rows = dict[str, np.ndarray]
+"""Columns by name, each [rows]."""
 States = dict[str, torch.Tensor]
+"""States by site, each [rows, width], in the target's dtype."""
 
 AGAIN = "delete this file and run the command that made the store again; only this shard is made anew"
 
@@ -131,6 +133,7 @@ class CaptureStore:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> CaptureStore:
+        """The store in a folder; only its manifest is read. Raises StoreError where there is none, or a damaged one."""
         root = Path(folder)
         file = root / "manifest.json"
         if not file.is_file():
@@ -171,7 +174,7 @@ class CaptureStore:
         return sum(int(s["rows"]) for s in self.shards)
 
     def shard_rows(self, shard: int, columns: Sequence[str] | None = None) -> Rows:
-        """Columns of one shard; all of them by default."""
+        """Columns of one shard; all of them by default. Raises StoreError if its file cannot be read."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -196,7 +199,7 @@ class CaptureStore:
         return tensor
 
     def rows(self) -> Rows:
-        """All columns, shards in order."""
+        """All columns, shards in order. Raises StoreError if no shard is complete, or one cannot be read."""
         parts = [self.shard_rows(i) for i in range(len(self.shards))]
         if not parts:
             raise StoreError(f"{self.folder} has no complete shard yet: finish the capture first")
@@ -214,7 +217,7 @@ class CaptureStore:
         return load_dataset("parquet", data_files=files, split="train")
 
     def document(self, number: int) -> tuple[Rows, States]:
-        """Rows and states of one document (contiguous, ordered, in one shard)."""
+        """Rows and states of one document (contiguous, ordered, in one shard). Raises StoreError if it is not there."""
         for shard, info in enumerate(self.shards):
             if number in info["documents"]:
                 rows = self.shard_rows(shard)
@@ -247,7 +250,7 @@ class CaptureStore:
         return None
 
     def verify(self) -> None:
-        """Compare every shard's files with the manifest; raises at the first difference."""
+        """Compare every shard's files with the manifest. Raises StoreError at the first difference."""
         for damage in self.damages():
             if damage:
                 raise StoreError(damage)
@@ -386,7 +389,10 @@ def shard_files(folder: Path, shard: int) -> dict[str, Path]:
 
 
 def lock(folder: Path) -> IO[str]:
-    """Take the folder's lock, which the system gives back when the file is closed or the process ends, however."""
+    """Take the folder's lock, which the system gives back when the file is closed or the process ends, however.
+
+    Raises StoreError if another process has it.
+    """
     import fcntl  # there is none on Windows, where stores can be read
 
     handle = (folder / ".lock").open("a+", encoding="utf-8")

@@ -143,12 +143,12 @@ def read_structure(model: Any, decoder: nn.Module, blocks: nn.ModuleList, device
 
 
 def entering_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """The state among a module's arguments: the first tensor."""
+    """The state [B, Q, width] among a module's arguments: the first tensor."""
     return next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)), None)
 
 
 def leaving_tensor(output: Any) -> torch.Tensor | None:
-    """The state in what a module returned: a tensor, or the first value of a tuple."""
+    """The state [B, Q, width] in what a module returned: a tensor, or the first value of a tuple."""
     first = output[0] if isinstance(output, (tuple, ModelOutput)) and len(output) else output
     return first if isinstance(first, torch.Tensor) else None
 

@@ -173,7 +173,10 @@ class Target:
 
     def encode(self, prompt: str | Sequence[Mapping[str, str]] | Sequence[int]) -> list[int]:
         """Token ids of a prompt: chat messages go through the chat template; so does plain text, as one user
-        turn, where the target has a template; ids stay as they are."""
+        turn, where the target has a template; ids stay as they are.
+
+        Raises TargetError for an empty prompt, one that the context cannot hold, and what is none of the three.
+        """
         if isinstance(prompt, str):
             chat = bool(self.tokenizer.chat_template)
             ids = self._chat([{"role": "user", "content": prompt}]) if chat else self._text(prompt)
@@ -377,7 +380,8 @@ class Target:
         """Normed final states [B, Q, width] of new tokens [B, Q], appended to `cache` but not committed.
 
         Without `ancestors` [B, Q, Q] and `depths` [B, Q] the new tokens are a chain. The attention masks, the
-        sliding-window ones included, and the positions follow from these and the cache's lengths.
+        sliding-window ones included, and the positions follow from these and the cache's lengths. Raises TargetError
+        if the attention implementation takes no mask (flash, flex).
         """
         b, q = tokens.shape
         device = tokens.device
@@ -433,7 +437,10 @@ class Target:
         return mask
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of normed final states, scaled or soft-capped as the target does it."""
+        """Logits [..., vocabulary] of normed final states [..., width], scaled or soft-capped as the target does it.
+
+        Raises TargetError for a target that makes its logits in some other way.
+        """
         rule = self.structure.logit_rule
         if rule is None:
             raise TargetError(
@@ -655,7 +662,7 @@ def choose_attention(model: PreTrainedModel) -> None:
 
 
 def check_weights(loading: Mapping[str, Any], name: str) -> None:
-    """Refuse a checkpoint that leaves weights at random values."""
+    """Raises TargetError for a checkpoint that leaves weights at random values."""
     for what, found in (("are missing", loading["missing_keys"]), ("have another shape", loading["mismatched_keys"])):
         names = sorted(key if isinstance(key, str) else key[0] for key in found)
         if names:
@@ -666,7 +673,10 @@ def check_weights(loading: Mapping[str, Any], name: str) -> None:
 
 
 def refuse_recurrent(config: Any, name: str) -> None:
-    """Speculation needs to forget rejected tokens; a recurrent state cannot."""
+    """Raises TargetError for a recurrent target: speculation needs to forget rejected tokens, and its state cannot.
+
+    So for ALiBi positions, which cannot place the nodes of a draft tree.
+    """
     text = config.get_text_config()
     types = set(getattr(text, "layer_types", None) or ()) | set(getattr(text, "layers_block_type", None) or ())
     recurrent = {t for t in types if any(w in t for w in ("mamba", "linear", "recurrent", "conv", "rwkv"))}

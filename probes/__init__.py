@@ -1,0 +1,1 @@
+"""Copy-intent probes: estimators on captured states, their evaluation, and the artifact that decoding loads."""

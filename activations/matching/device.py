@@ -62,7 +62,10 @@ class DeviceMatcher:
             self._workspace = Workspace.of(self._buffer, self.config)
 
     def append(self, tokens: torch.Tensor, counts: torch.Tensor) -> None:
-        """Append tokens[b, :counts[b]] to each context: integers [rows, K] and [rows], on the matcher's device."""
+        """Append tokens[b, :counts[b]] to each context: integers [rows, K] and [rows], on the matcher's device.
+
+        Raises ValueError if a context outgrows the capacity.
+        """
         width = tokens.shape[1]
         self._bound += width
         if self._bound > self.capacity:

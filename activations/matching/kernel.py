@@ -277,6 +277,7 @@ def find_matches(
     `buffer` int32 [R, capacity], contiguous, fastest if capacity is a multiple of 16; `lengths` and `prompts`
     (tokens of the prompt) int32 or int64 [R], at most capacity; `rows` int32 or int64 [B], at least 0 and less than
     R; all on one device. With a workspace nothing is allocated, and the result is overwritten by the next call.
+    Raises ValueError for tensors of other shapes, dtypes or devices, and for more contexts than the workspace is for.
     """
     if buffer.dtype != torch.int32 or buffer.dim() != 2 or not buffer.is_contiguous():
         raise ValueError(f"buffer is {buffer.dtype} {list(buffer.shape)}; it must be contiguous int32 [R, capacity]")
@@ -330,7 +331,10 @@ def scan(
     space: Workspace,
     rows: torch.Tensor | None = None,
 ) -> None:
-    """The first launch of `find_matches`: the best hits of each block, into the workspace."""
+    """The first launch of `find_matches`: the best hits of each block, into the workspace.
+
+    Arguments as there: `buffer` int32 [R, capacity], `lengths` [R], `rows` [B].
+    """
     blocks = space.counts.shape[1]
     with torch.cuda.device_of(buffer):
         _scan[(len(buffer if rows is None else rows), blocks)](
