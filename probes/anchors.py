@@ -84,12 +84,12 @@ class Clusters:
         return sums
 
     def mean(self, values: ArrayLike) -> Interval:
-        """Of one value a row."""
+        """The mean of values [rows]."""
         numbers = np.asarray(values, dtype=np.float64)
         return interval(self._sums(numbers) / self._sums(np.ones(self.rows)))
 
     def correlation(self, first: ArrayLike, second: ArrayLike) -> Interval:
-        """Pearson's, over rows; undefined where one of them does not vary."""
+        """Pearson's, of two columns [rows]; undefined (NaN) where one of them does not vary."""
         x, y = (np.asarray(v, dtype=np.float64) for v in (first, second))
         x, y = x - x.mean(), y - y.mean()
         n = self._sums(np.ones(self.rows))

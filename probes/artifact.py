@@ -100,7 +100,7 @@ class ProbeConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str = "config.json") -> ProbeConfig:
-        """Check the keys and the version; `where` names the file in messages."""
+        """Check the keys and the version; `where` names the file in messages. Raises ProbeError if they are wrong."""
         if not isinstance(values, Mapping):
             raise ProbeError(f"{where} is not a JSON object: {AGAIN}")
         version = values.get("version")
@@ -203,7 +203,10 @@ class Probe:
 
     @torch.no_grad()
     def logit(self, state: torch.Tensor) -> torch.Tensor:
-        """Calibrated log-odds [...] in float32 of states [..., sites * width] of any float dtype."""
+        """Calibrated log-odds [...] in float32 of states [..., sites * width] of any float dtype.
+
+        Raises ProbeError for states of another width.
+        """
         if state.shape[-1:] != (self._entries,):
             count = len(self.config.sites)
             what = f"states of width {self.config.width}" + (f" of {count} sites side by side" if count > 1 else "")
@@ -220,7 +223,7 @@ class Probe:
         return torch.sigmoid(self.logit(state))
 
     def check_target(self, target: Fingerprint, name: str = "this target") -> None:
-        """Raise ProbeError unless the probe was fitted on this target."""
+        """Raises ChoiceError, which names both, unless the probe was fitted on this target."""
         differences = self.config.target.mismatch(target)
         if differences:
             raise ChoiceError(
@@ -233,7 +236,10 @@ class Probe:
     # -- files --------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> Path:
-        """Write the artifact into `folder`, each file whole or not at all; config.json last."""
+        """Write the artifact into `folder`, each file whole or not at all; config.json last.
+
+        Raises ProbeError if they cannot be written.
+        """
         root = Path(folder)
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -254,7 +260,8 @@ class Probe:
     ) -> Probe:
         """Read a probe from a folder, by the short name of a shipped one (`shipped_probes()`), or from a hub id.
 
-        With a `target`, a probe of another target is refused.
+        Raises ChoiceError where there is no such probe and, with a `target`, for a probe of another one; ProbeError for
+        a damaged artifact.
         """
         root = _locate(os.fspath(name), revision)
         config_file, weights_file = root / "config.json", root / "probe.safetensors"

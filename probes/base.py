@@ -32,7 +32,10 @@ class BinaryProbe(ClassifierMixin, BaseEstimator):
     n_features_in_: int
 
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
-        """Fit to states X [rows, width] and two-class labels y [rows], with an optional weight a row."""
+        """Fit to states X [rows, width] and two-class labels y [rows], with an optional weight a row.
+
+        Raises ValueError for states that are not finite, and for labels of one class or of more than two.
+        """
         self._learn(*self._held(X, y, sample_weight)[:3])
         return self
 
@@ -47,7 +50,8 @@ class BinaryProbe(ClassifierMixin, BaseEstimator):
         """Fit to a store's states at one site or several side by side, without holding them all in memory.
 
         y, rows, sample_weight: labels, mask of the rows to fit (all by default) and weights, each [rows of the store].
-        Raises ProbeError where a shard's states cannot be fitted, and says which rows.
+        Raises ProbeError, which says which rows, where a shard's states cannot be fitted; ValueError for columns of
+        another length, labels of one class or of more than two, and weights below 0.
         """
         self._learn(*self._stored(store, sites, y, rows, sample_weight)[:3])
         return self
@@ -152,7 +156,7 @@ class BinaryProbe(ClassifierMixin, BaseEstimator):
 
 
 def require_finite(states: NDArray[np.floating]) -> None:
-    """ValueError that lists the rows with NaN or infinite entries."""
+    """Raises ValueError, which lists the rows, if states [rows, width] have NaN or infinite entries."""
     if np.isfinite(states.sum()):  # finite only if all are
         return
     broken = np.flatnonzero(~np.isfinite(states).all(axis=1))
@@ -163,12 +167,13 @@ def require_finite(states: NDArray[np.floating]) -> None:
 
 
 def require_width(found: int, fitted: int) -> None:
+    """Raises ValueError unless the two numbers of entries of a state are the same."""
     if found != fitted:
         raise ValueError(f"the states have width {found}, and the probe was fitted to {fitted}: give the same sites")
 
 
 def column(values: ArrayLike, name: str, rows: int) -> NDArray[Any]:
-    """A column with one value for each row."""
+    """The values as an array [rows]. Raises ValueError, which names the column, for another shape."""
     found = np.asarray(values)
     if found.shape != (rows,):
         raise ValueError(f"{name} has shape {list(found.shape)}; it must be [{rows}]: a value for each row")
@@ -176,7 +181,10 @@ def column(values: ArrayLike, name: str, rows: int) -> NDArray[Any]:
 
 
 def fit_device(device: str | None, dtype: torch.dtype) -> torch.device:
-    """Where to fit: the device named, or a GPU for float32 states if there is one, or the CPU."""
+    """Where to fit: the device named, or a GPU for float32 states if there is one, or the CPU.
+
+    Raises ValueError for a GPU that is not there.
+    """
     there = torch.cuda.is_available()
     if device is None:
         return torch.device("cuda" if there and dtype == torch.float32 else "cpu")

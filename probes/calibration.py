@@ -28,7 +28,8 @@ class Reliability:
     rows: list[int]
     """Rows in each bin."""
     error: float
-    """Expected calibration error: the mean over rows of |predicted - observed| of their bin."""
+    """Expected calibration error: the mean over rows of |predicted - observed| of their bin (Guo et al. 2017, arXiv
+    1706.04599, with bins of equally many rows)."""
 
 
 def reliability(y: ArrayLike, probability: ArrayLike, bins: int = BINS) -> Reliability:
@@ -49,6 +50,9 @@ def calibrate(method: Method, logits: ArrayLike, y: ArrayLike) -> Calibrator:
     sigmoid       p = sigmoid(a logit + b)
     temperature   p = sigmoid(logit / T)
     isotonic      any rising steps; it needs well over 1,000 rows
+
+    Raises ValueError if the rows are of one class. Sources: Platt 1999 (sigmoid), Guo et al. 2017, arXiv 1706.04599
+    (temperature), Zadrozny and Elkan 2002 (isotonic).
     """
     fitted = _fit(method, logits, y)
 
@@ -60,7 +64,10 @@ def calibrate(method: Method, logits: ArrayLike, y: ArrayLike) -> Calibrator:
 
 
 def sigmoid_parts(method: Literal["sigmoid", "temperature"], logits: ArrayLike, y: ArrayLike) -> tuple[float, float]:
-    """The fitted a and b of p = sigmoid(a logit + b), for an artifact that holds these two numbers."""
+    """The fitted a and b of p = sigmoid(a logit + b), for an artifact that holds these two numbers.
+
+    Of logits [rows] and labels y [rows]. Raises ValueError if the rows are of one class.
+    """
     [inner] = _fit(method, logits, y).calibrated_classifiers_
     [fitted] = inner.calibrators
     if method == "sigmoid":

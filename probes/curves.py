@@ -14,7 +14,8 @@ POINTS = 200
 
 
 def curves(y: ArrayLike, score: ArrayLike) -> dict[str, dict[str, list[float]]]:
-    """`roc` (fpr, tpr) and `pr` (recall, precision), each from the highest threshold to the lowest.
+    """`roc` (fpr, tpr) and `pr` (recall, precision) of labels y [rows] and scores [rows], from the highest threshold to
+    the lowest.
 
     Thinned to points that are evenly far apart along the curve; the first and last stay. Empty where only one class
     occurs.

@@ -75,7 +75,10 @@ class Effect:
 
 
 def unit_direction(probe: Probe) -> torch.Tensor:
-    """float32 [width], towards copying. Raises ChoiceError for a probe that has no one direction at one site."""
+    """float32 [width], towards copying.
+
+    Raises ChoiceError for a probe that has no one direction at one site, ProbeError for one whose weights are all 0.
+    """
     if probe.config.kind != "linear" or len(probe.config.sites) != 1:
         raise ChoiceError(
             f"this probe is {probe.config.kind} at {probe.config.site}: a direction belongs to a linear probe of one "

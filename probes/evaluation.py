@@ -125,7 +125,8 @@ def evaluate(
 def differences(first: Evaluation, second: Evaluation) -> dict[str, Interval]:
     """Each metric of the first score minus that of the second, both on the same resamples of the same rows.
 
-    Metrics that one of them lacks are left out, and so is the base rate, which belongs to the rows.
+    Metrics that one of them lacks are left out, and so is the base rate, which belongs to the rows. Raises ValueError
+    for evaluations of other rows or other resamples.
     """
     sizes = {len(values) for e in (first, second) for values in e.draws.values()}
     if len(sizes) != 1 or (first.rows, first.documents) != (second.rows, second.documents):

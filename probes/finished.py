@@ -74,7 +74,10 @@ class Run:
 
 
 def load_run(name: str) -> Run:
-    """A folder that `switchsd train probe` wrote, or one probe: a folder, a shipped name or a hub id."""
+    """A folder that `switchsd train probe` wrote, or one probe: a folder, a shipped name or a hub id.
+
+    Raises ProbeError for a folder without its best probe, and for damaged files.
+    """
     root = Path(name)
     told: dict[str, Any] = {}
     if (root / JSON_FILE).is_file() or (root / BEST / "config.json").is_file():

@@ -48,6 +48,7 @@ class Ablation:
     """For the top heads: intent, follow and margin less those with as many random heads ablated."""
 
     def to_dict(self) -> dict[str, Any]:
+        """As JSON holds it: heads as `block.head`, each interval as its three numbers."""
         out = {k: v.to_dict() if isinstance(v, Interval) else v for k, v in vars(self).items()}
         out["heads"] = [str(head) for head in self.heads]
         if self.over_random is not None:
@@ -78,7 +79,10 @@ class Induction:
 
 
 def random_heads(scores: torch.Tensor, top: Sequence[Head], seed: int) -> list[Head]:
-    """For each top head another one of its block, at random; of any block, where its own has none left."""
+    """For each top head another one of its block, at random; of any block, where its own has none left.
+
+    `scores` [blocks, heads] only says which heads there are.
+    """
     rng = np.random.default_rng(seed)
     blocks, heads = scores.shape
     left = {Head(b, h) for b in range(blocks) for h in range(heads)} - set(top)
@@ -111,7 +115,7 @@ def induction(
 ) -> Induction:
     """Ablate each number of `counts` (see `head_counts`) at all anchors of `texts`; `tell(tokens)` as they are fed.
 
-    Raises TargetError where the target's heads cannot be seen.
+    Raises TargetError where the target's heads cannot be seen, ProbeError where no text has an anchor.
     """
     texts = [t for t in texts if t.anchors]
     if not texts:

@@ -40,7 +40,8 @@ class Joined:
 def joined_task(joined: Joined, asked: LabelOf, selection_share: float, resamples: int, seed: int) -> Task:
     """The fit and selection parts of the first store fit and select; the second store is the test.
 
-    Rows of the second that share a group with those parts, or are in a train part of its own, are left out.
+    Rows of the second that share a group with those parts, or are in a train part of its own, are left out. Raises
+    ProbeError if none remains.
     """
     rows = joined.rows()
     for store in joined.stores:

@@ -67,7 +67,8 @@ class LengthProbe(RegressorMixin, BaseEstimator):
     ) -> Self:
         """Fit to states X [rows, width] and accepted lengths y [rows], of which the `censored` are lower bounds.
 
-        A length between two whole ones counts as part of each.
+        A length between two whole ones counts as part of each. Raises ValueError for lengths below 0, for censored ones
+        that are not whole, and for settings that do not fit each other.
         """
         states, lengths = validate_data(self, X, y, dtype=KINDS, ensure_all_finite=False, y_numeric=True)
         require_finite(states)
@@ -88,6 +89,7 @@ class LengthProbe(RegressorMixin, BaseEstimator):
         """Fit to a store's states at one site or several side by side, a block at a time.
 
         accepted, censored, rows: the store's columns of these names, and a mask of the rows to fit, each [rows].
+        Raises ValueError as `fit` does.
         """
         states = StoredStates(store, sites, rows)
         kept = states.rows
@@ -154,7 +156,10 @@ class LengthProbe(RegressorMixin, BaseEstimator):
         return law
 
     def expected(self, X: ArrayLike, nodes: int | None = None) -> Floats:
-        """Expected accepted length [rows] of a draft of `nodes` tokens in a row; m_max by default."""
+        """Expected accepted length [rows] of a draft of `nodes` tokens in a row; m_max by default.
+
+        X is [rows, width]. Raises ValueError for more than m_max nodes.
+        """
         if nodes is not None and not 0 <= nodes <= self.m_max:
             raise ValueError(f"nodes is {nodes}; this head knows drafts of 0 to {self.m_max} tokens")
         total: Floats = self.survival(X)[:, :nodes].sum(axis=1)

@@ -59,17 +59,21 @@ class LengthConfig:
     target: Fingerprint
     """The target whose states were fitted; no other target fits."""
     target_name: str
+    """What that target was loaded by."""
     split: Mapping[str, Any]
     """What was fitted, with numbers of texts and rows."""
     metrics: Mapping[str, Any]
     """Results on texts that were not fitted."""
     provenance: Mapping[str, Any]
+    """Versions, command line, seed and commit of the training."""
     kind: str = KIND
+    """Says of the file that it is a length head's."""
     version: int = VERSION
+    """Of the file's format."""
 
     @classmethod
     def from_dict(cls, values: Any, where: str = CONFIG) -> LengthConfig:
-        """Check what a lengths.json says; `where` names the file in messages."""
+        """Check what a lengths.json says; `where` names the file in messages. Raises ProbeError where it is wrong."""
         if not isinstance(values, Mapping):
             raise ProbeError(f"{where} is not a JSON object: {AGAIN}")
         if values.get("kind") != KIND:
@@ -117,7 +121,10 @@ class LengthHead:
 
     @torch.no_grad()
     def project(self, state: torch.Tensor) -> torch.Tensor:
-        """[..., hazards of all drafters] in float32 on the device of states [..., sites * width]."""
+        """[..., hazards of all drafters] in float32 on the device of states [..., sites * width].
+
+        Raises ProbeError for states of another width.
+        """
         if state.shape[-1:] != (len(self._weight),):
             sites = ", ".join(self.config.sites)
             raise ProbeError(f"this length head reads {len(self._weight)} entries ({sites}), got {tuple(state.shape)}")
@@ -192,7 +199,10 @@ class LengthHead:
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str], target: Target | None = None) -> LengthHead:
-        """Read an artifact; with `target`, it must fit."""
+        """Read an artifact; with `target`, it must fit.
+
+        Raises ChoiceError where there is none and for another target, ProbeError for a damaged one.
+        """
         root = Path(folder)
         if not root.is_dir():
             raise ChoiceError(f"no length head at {root}: name a folder, or train one with `switchsd train lengths`")

@@ -58,6 +58,7 @@ def solve(
     """Fit to weights `up` [rows] of the outcome 1 and `down` [rows] of the outcome 0; at least one is above 0 a row.
 
     tol: about how far a logit may be from the optimum's; by default 1e-9 for float64 and 1e-4 for float32 states.
+    Raises ValueError if `l2` is not above 0.
     """
     if not l2 > 0:
         raise ValueError(f"l2 must be above 0, got {l2!r}: without a penalty the weights may have no limit")

@@ -75,7 +75,10 @@ class Report:
         return {"version": VERSION, **own, "seconds": round(self.seconds, 1), **self.findings.to_dict()}
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write evaluation.json and evaluation.md into a folder, each whole or not at all."""
+        """Write evaluation.json and evaluation.md into a folder, each whole or not at all.
+
+        Raises ProbeError if they cannot be written.
+        """
         root = Path(folder)
         values = self.to_dict()
         text = json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n"

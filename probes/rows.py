@@ -33,7 +33,9 @@ class Store(Protocol):
     @property
     def sites(self) -> list[str]: ...
 
-    def rows(self) -> dict[str, NDArray[Any]]: ...
+    def rows(self) -> dict[str, NDArray[Any]]:
+        """Columns by name, each [rows]."""
+        ...
 
     def states(self, site: str) -> torch.Tensor:
         """[rows, width] in the stored dtype."""
@@ -88,7 +90,7 @@ def labels_of(rows: Rows, label: Label, follow_m: int) -> NDArray[np.int8]:
 
 
 def group_keys(groups: NDArray[Any]) -> NDArray[np.str_]:
-    """12 hex digits for each group's name: they tell a group again, and nothing else of it."""
+    """12 hex digits for each group's name [rows]: they tell a group again, and nothing else of it."""
     names, index = np.unique(groups.astype(str), return_inverse=True)
     keys = np.array([hashlib.sha256(str(name).encode()).hexdigest()[:12] for name in names], dtype="<U12")
     found: NDArray[np.str_] = keys[index]
@@ -100,12 +102,12 @@ class Split:
     """Which part each row belongs to. Near-duplicates (one group) are never in two parts."""
 
     part: NDArray[np.str_]
-    """`fit`, `selection` or `test` for each row."""
+    """[rows]: `fit`, `selection` or `test`."""
     rule: str
     """How the parts were made."""
 
     def counts(self, rows: Rows, kept: Mask) -> dict[str, Any]:
-        """Numbers of groups, documents and kept rows in each part, and the rule."""
+        """Numbers of groups, documents and kept rows (a mask [rows]) in each part, and the rule."""
         found: dict[str, Any] = {"rule": self.rule}
         for part in PARTS:
             where = kept & (self.part == part)
@@ -114,7 +116,7 @@ class Split:
         return found
 
     def told(self, rows: Rows, kept: Mask) -> dict[str, Any]:
-        """The counts, and as `groups_seen` the keys of the groups that fit or select."""
+        """The counts of kept rows (a mask [rows]), and as `groups_seen` the keys of the groups that fit or select."""
         seen = np.isin(self.part, ("fit", "selection"))
         return {**self.counts(rows, kept), "groups_seen": np.unique(group_keys(rows["group"][seen])).tolist()}
 
@@ -124,7 +126,7 @@ def split_rows(rows: Rows, selection_share: float, seed: int) -> Split:
 
     Prompts with a train and a validation part: weights are fitted on the train part without `selection_share` of its
     groups; these choose site, penalty, calibration and threshold; the validation part is the test. Other prompts are
-    split 60 / 20 / 20.
+    split 60 / 20 / 20. Raises ProbeError if a group is in both parts, or if there are too few groups.
     """
     groups = rows["group"].astype(str)
     given = np.array([s if isinstance(s, str) else "" for s in rows["split"].tolist()])
@@ -167,7 +169,7 @@ def _enough(found: int, needed: int, where: str) -> None:
 
 
 def check_classes(y: NDArray[np.int8], part: NDArray[np.str_], kept: Mask, label: str) -> None:
-    """Every part needs both classes."""
+    """Raises ProbeError unless every part has kept rows of both classes; y, part and kept are [rows]."""
     for name in PARTS:
         there = y[kept & (part == name)]
         positives = int(there.sum())
@@ -213,7 +215,7 @@ class StateSource(Protocol):
         ...
 
     def shard(self, number: int) -> tuple[slice, torch.Tensor]:
-        """All rows of one shard."""
+        """All rows of one shard, as (which rows, their states [rows, width])."""
         ...
 
     def select(self, rows: Mask) -> StateSource:
@@ -337,7 +339,7 @@ def site_names(store: Store, sites: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def check_mask(rows: Mask | None, total: int) -> Mask:
-    """A mask of `total` rows; all of them by default."""
+    """A mask [total] of rows; all of them by default. Raises ProbeError for anything else."""
     if rows is None:
         return np.ones(total, dtype=bool)
     mask = np.asarray(rows)
@@ -347,7 +349,7 @@ def check_mask(rows: Mask | None, total: int) -> Mask:
 
 
 def check_finite(states: torch.Tensor, numbers: NDArray[np.integer], where: str) -> None:
-    """ProbeError that lists the rows (by their `numbers`) whose states are infinite or not a number."""
+    """Raises ProbeError, which lists the rows by their `numbers` [rows], if states [rows, width] are not finite."""
     if torch.isfinite(states.sum()):  # a sum is much cheaper, and finite only if all are
         return
     broken = numbers[(~torch.isfinite(states)).any(dim=1).numpy()]
@@ -359,6 +361,6 @@ def check_finite(states: torch.Tensor, numbers: NDArray[np.integer], where: str)
 
 
 def list_rows(numbers: NDArray[np.integer], most: int = 5) -> str:
-    """`row 3`, `rows 3, 8` or `rows 3, 8, 9, 11, 20 and 7 more`."""
+    """Row numbers [rows] in words: `row 3`, `rows 3, 8` or `rows 3, 8, 9, 11, 20 and 7 more`."""
     more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
     return f"row{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:most].tolist()))}{more}"

@@ -97,7 +97,10 @@ def kinds(rows: Rows, match: int) -> dict[str, NDArray[np.str_]]:
 
 
 def strata(task: Task, score: NDArray[np.floating], baseline: NDArray[np.floating] | None) -> dict[str, list[Stratum]]:
-    """Of each scope of the test rows, every kind of row with both classes and the others with their base rate."""
+    """Of each scope of the test rows, every kind of row with both classes and the others with their base rate.
+
+    `score` and `baseline`, which it is compared with, are [rows].
+    """
     found: dict[str, list[Stratum]] = {}
     told = kinds(task.rows, task.asked.match)
     for scope, where in task.tests.items():

@@ -113,8 +113,8 @@ def fit_cell(
     store: Store, tasks: Sequence[Task], states: torch.Tensor | None, recipe: Recipe,
     penalties: Sequence[float | None], select_by: Metric,
 ) -> list[Fitted]:  # fmt: skip
-    """The best penalty's fit for each task's label, at one site with one estimator; states that are not given are read
-    from the store a block at a time."""
+    """The best penalty's fit for each task's label, at one site with one estimator; states [rows, width] that are not
+    given are read from the store a block at a time. Raises ChoiceError for an estimator that cannot do with that."""
     found = []
     for task in tasks:
         parts = None if states is None else [_some(states, rows) for rows in (task.fit, task.selection)]

@@ -33,7 +33,9 @@ class Fold:
     """Rows to fit on, and rows that may then be scored: no group is in both."""
 
     fit: Mask
+    """[rows]."""
     score: Mask
+    """[rows]."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ def check_match(store: Store, match: int, which: str) -> None:
 
 
 def check_rows(rows: Rows, label: Label) -> None:
-    """Columns without which nothing can be split or measured."""
+    """Raises ProbeError if columns are missing, broken or empty without which nothing can be split or measured."""
     for name, why in (
         ("group", "which rows are near-duplicates, and a split could put copies of one text on both sides"),
         ("document", "which rows belong together, and no interval could be had"),
@@ -194,7 +196,8 @@ def measured_task(
 ) -> Task:
     """To measure what was fitted elsewhere: all rows are test, and what is fitted here beside is cross-fitted.
 
-    Rows of groups whose keys (see `group_keys`) were `seen` take no part.
+    Rows of groups whose keys (see `group_keys`) were `seen` take no part. Raises ProbeError if too little remains: no
+    row, one class, or a class in too few groups.
     """
     rows = store.rows()
     check_rows(rows, asked.label)
@@ -220,7 +223,10 @@ def measured_task(
 
 
 def unfitted_task(store: Store, asked: LabelOf, seen: Collection[str], resamples: int, seed: int) -> Task:
-    """To measure alone: all rows are test but those of a train part and of groups whose keys were `seen`."""
+    """To measure alone: all rows are test but those of a train part and of groups whose keys were `seen`.
+
+    Raises ProbeError if none remains.
+    """
     rows = store.rows()
     check_rows(rows, asked.label)
     y = labels_of(rows, asked.label, asked.follow_m)
@@ -246,7 +252,10 @@ def with_folds(task: Task, folds: Sequence[Fold]) -> Task:
 
 
 def group_folds(y: NDArray[np.int8], groups: NDArray[Any], kept: Mask, count: int, seed: int) -> list[Fold]:
-    """Folds of the kept rows in which no group is in two, with about the same share of positive rows."""
+    """Folds of the kept rows in which no group is in two, with about the same share of positive rows.
+
+    y, groups and kept are [rows]. Raises ProbeError if there are too few groups, of one class or of all.
+    """
     from sklearn.model_selection import StratifiedGroupKFold
 
     where, groups = np.flatnonzero(kept), groups.astype(str)
@@ -280,7 +289,7 @@ def logit(estimator: Any, X: Floats) -> NDArray[np.float64]:
 
 
 def fit_on(estimator: Any, X: Floats, y: NDArray[Any], groups: NDArray[Any] | None) -> Any:
-    """Fit; an estimator that holds rows out by itself is told their groups."""
+    """Fit to X [rows, width] and y [rows]; an estimator that holds rows out by itself is told their groups [rows]."""
     if groups is not None and "groups" in inspect.signature(estimator.fit).parameters:
         return estimator.fit(X, y, groups=groups)
     return estimator.fit(X, y)

@@ -71,7 +71,8 @@ class Chosen:
 
 
 def rate_at(accepted: ArrayLike, score: ArrayLike, threshold: float, costs: StepCosts) -> float:
-    """Expected tokens per millisecond of a threshold; see `rate_threshold`."""
+    """Expected tokens per millisecond of a threshold, for accepted lengths [rows] and scores [rows]; see
+    `rate_threshold`."""
     called = np.asarray(score) >= threshold
     tokens = np.where(called, np.asarray(accepted) + 1, costs.other_tokens).sum()
     return float(tokens / np.where(called, costs.copy_ms, costs.other_ms).sum())
@@ -87,12 +88,16 @@ def choose(config: ThresholdConfig, y: ArrayLike, score: ArrayLike, accepted: Ar
 
 
 def best_f1_threshold(y: ArrayLike, score: ArrayLike) -> float:
-    """The score from which calling rows positive gives the greatest F1; of equals the highest."""
+    """The score from which calling rows positive gives the greatest F1; of equals the highest. See `f1_threshold`, also
+    for labels y [rows] and scores [rows]."""
     return f1_threshold(y, score).threshold
 
 
 def f1_threshold(y: ArrayLike, score: ArrayLike) -> Chosen:
-    """The rule `f1`; of equals the highest threshold."""
+    """The rule `f1`, for labels y [rows] and scores [rows]; of equals the highest threshold.
+
+    The rule of SwitchSD (arXiv 2609.20186). Raises ValueError if no row is positive.
+    """
     cuts, positives, negatives = _cuts(y, score)
     f1 = 2 * positives / (positives + negatives + positives[-1])
     best = int(f1.argmax())
@@ -102,7 +107,7 @@ def f1_threshold(y: ArrayLike, score: ArrayLike) -> Chosen:
 def precision_threshold(y: ArrayLike, score: ArrayLike, floor: float) -> Chosen:
     """The lowest threshold whose precision is at least `floor`, and so the greatest recall at that precision.
 
-    Raises ValueError, with the best precision there is, where none reaches it.
+    For labels y [rows] and scores [rows]. Raises ValueError, with the best precision there is, where none reaches it.
     """
     cuts, positives, negatives = _cuts(y, score)
     precision = positives / (positives + negatives)
@@ -117,6 +122,7 @@ def precision_threshold(y: ArrayLike, score: ArrayLike, floor: float) -> Chosen:
 def rate_threshold(accepted: ArrayLike, score: ArrayLike, costs: StepCosts) -> Chosen:
     """The threshold with the most tokens per millisecond, where a row that is called gives accepted + 1 tokens.
 
+    For accepted lengths [rows] and scores [rows].
     Every row counts as one step. A decoder skips the rows inside an accepted draft, so this is an expectation over
     anchors and not over the steps of one run. Of equals the highest threshold; infinite (never copy) if none gains.
     """

@@ -263,7 +263,10 @@ class _Training:
 
 
 def target_of(store: Store) -> tuple[Fingerprint, str]:
-    """Whose states a store holds: its fingerprint, and its name without the place of a folder."""
+    """Whose states a store holds: its fingerprint, and its name without the place of a folder.
+
+    Raises ProbeError if its manifest does not say.
+    """
     try:
         target, name = Fingerprint(**store.manifest["target"]), str(store.manifest["target_name"])
     except (KeyError, TypeError) as error:
