@@ -29,7 +29,7 @@ class Assistant:
 
     @classmethod
     def load(cls, folder: str, target: Target) -> Assistant:
-        """From a folder; in the target's dtype, on its device."""
+        """From a folder; in the target's dtype, on its device. Raises DecodingError if it cannot be loaded."""
         if not (Path(folder) / "config.json").is_file():
             raise DecodingError(f"--assistant {folder}: no model is there: name a folder with a config.json")
         try:
@@ -76,7 +76,10 @@ class _Clock(BaseStreamer):
 def hugging_face(
     target: Target, prompt: list[int], max_new_tokens: int, mode: str, assistant: Assistant | None = None
 ) -> Written:
-    """Greedy `generate`: plain ("hf"), with prompt lookup ("hf-lookup"), or with a draft model ("hf-assisted")."""
+    """Greedy `generate`: plain ("hf"), with prompt lookup ("hf-lookup"), or with a draft model ("hf-assisted").
+
+    Raises ValueError for another mode, and for "hf-assisted" without an assistant.
+    """
     if mode not in BASELINES:
         raise ValueError(f"unknown baseline {mode!r}: choose from {', '.join(BASELINES)}")
     options: dict[str, Any] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if mode == "hf-lookup" else {}

@@ -217,7 +217,10 @@ class Bench:
         return found
 
     def equality(self) -> dict[str, Any]:
-        """How each column's text compares with its reference's."""
+        """How each column's text compares with its reference's.
+
+        Raises ValueError if the file of differences of an earlier run is damaged.
+        """
         texts = {(r.key, r.mode): r for r in self.rows}
         stored = _read(self.folder / "differences.jsonl", lambda d: Difference(**{**d, "tokens": tuple(d["tokens"])}))
         known = {(d.key, d.mode, d.settings, d.reference, d.index): d for d in stored}

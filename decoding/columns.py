@@ -36,6 +36,8 @@ class Answer:
 
 
 class Column(Protocol):
+    """What answers the prompts of a run: a mode, a Hugging Face baseline, or another engine."""
+
     sampling: Sampling
 
     @property
@@ -48,7 +50,9 @@ class Column(Protocol):
         """What its rows depend on, for JSON."""
         ...
 
-    def write(self, prompt: list[int], max_new_tokens: int) -> Answer: ...
+    def write(self, prompt: list[int], max_new_tokens: int) -> Answer:
+        """The answer to a prompt of token ids, with its times in seconds."""
+        ...
 
     def close(self) -> None: ...
 
@@ -142,7 +146,10 @@ class PeerColumn:
 
 
 def column(decoder: Decoder, name: str, peers: PeerConfig | None = None) -> Column:
-    """The column of a name: a baseline, a peer, or a mode with settings of its own after slashes."""
+    """The column of a name: a baseline, a peer, or a mode with settings of its own after slashes.
+
+    Raises DecodingError for a setting that is unknown or has a bad value.
+    """
     peers = peers or PeerConfig()
     if name in BASELINES:
         return HuggingFaceColumn(decoder.target, name, _assistant(decoder.target, name, peers))

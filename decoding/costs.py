@@ -89,6 +89,7 @@ class CostTable:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CostTable:
+        """Read a costs.json. Raises CostError, which says how to make it again, where that cannot be."""
         try:
             data = json.loads(Path(path).read_text())
             if data.pop("version") != VERSION:

@@ -160,7 +160,8 @@ class Decoder:
     def generate(self, prompt: Prompt | Sequence[Prompt], **options: Any) -> Generation | list[Generation]:
         """The text after a prompt, or one for each of a list of prompts. Options: see `stream`.
 
-        Ctrl-C returns what there is, `interrupted` set; prompts that had not begun give empty texts.
+        Ctrl-C returns what there is, `interrupted` set; prompts that had not begun give empty texts. Raises
+        DecodingError as `stream` does.
         """
         prompts, single = _prompts(prompt)
         results: dict[int, Generation] = {}
@@ -189,6 +190,9 @@ class Decoder:
         batch           most prompts decoded together (default 8)
         kappa, candidates, depth, copy_nodes, neural_nodes, neural_depth, draft_tokens, acceptance, tau, gate, neural:
                         see `ModeSettings`
+
+        Raises DecodingError for a prompt that is none, an unknown option or value, and parts that the mode lacks;
+        TargetError for a prompt that does not fit.
         """
         prompts, _ = _prompts(prompt)
         return self._events([self.target.encode(p) for p in prompts], {}, **options)

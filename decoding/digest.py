@@ -6,7 +6,7 @@ import torch
 
 
 def in_bytes(weights: torch.Tensor) -> bytes:
-    """Rounded to bfloat16, in which drafters are stored: the same bytes whatever they were loaded as."""
+    """Weights [...] rounded to bfloat16, in which drafters are stored: the same bytes whatever they were loaded as."""
     plain = weights.detach().cpu()
     if plain.is_floating_point():
         plain = plain.to(torch.bfloat16)

@@ -44,7 +44,7 @@ class Drafter(Protocol):
 
     def resume(self, request: Request, features: torch.Tensor | None, before: Request, kept: int) -> None:
         """Like `start`, for a request whose first `kept` + 1 tokens are those of `before`, which has ended and will be
-        closed; `features` are those of the prompt's positions from `kept` on."""
+        closed; `features` [prompt - kept, sites * width] are those of the prompt's positions from `kept` on."""
         ...
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> list[DraftTree | None]:

@@ -60,7 +60,11 @@ class Situation:
 
 
 class Gate(Protocol):
-    def choose(self, situation: Situation) -> Decision: ...
+    """What decides at each step which drafter drafts, how much, or that none does."""
+
+    def choose(self, situation: Situation) -> Decision:
+        """The decision for one request, from what is known before anything is drafted."""
+        ...
 
     def observe(self, record: StepRecord) -> None:
         """Learn from a committed step."""
@@ -118,8 +122,8 @@ class MatchLengthGate(_Still):
 
 
 class ProbeGate(_Still):
-    """SwitchSD's rule: copy iff a suffix match exists and the probe's output at the anchor reaches tau; else the
-    neural side."""
+    """SwitchSD's rule (arXiv 2609.20186): copy iff a suffix match exists and the probe's output at the anchor reaches
+    tau; else the neural side. Raises ValueError for a tau outside 0 to 1, and where the probe's output is not given."""
 
     def __init__(self, copy: Choice, neural: Choice | None, tau: float) -> None:
         if not 0 <= tau <= 1:
@@ -138,7 +142,8 @@ class ProbeGate(_Still):
 
 
 class BanditGate:
-    """Learns which drafter pays without looking at the text: an upper confidence bound over the drafters.
+    """Learns which drafter pays without looking at the text: an upper confidence bound over the drafters (UCB1, Auer et
+    al. 2002; for drafters BanditSpec, arXiv 2505.15141).
 
     Reward is tokens per millisecond, over the best rate seen so far. Where nothing can be copied the neural side
     drafts, and nothing is learnt.

@@ -89,9 +89,11 @@ class DraftRows:
     features: Floats
     """[rows, FEATURES]"""
     accepted: NDArray[np.integer]
+    """[rows]: accepted length of the draft there."""
     censored: NDArray[np.bool_]
-    """The text was cut while the draft was still followed."""
+    """[rows]: the text was cut while the draft was still followed."""
     weight: Floats
+    """[rows]: about how often a decoder asks there."""
 
     @classmethod
     def join(cls, parts: Sequence[DraftRows]) -> DraftRows:
@@ -130,7 +132,8 @@ def copy_rows(
 
 
 def asked(longest: NDArray[np.integer], accepted: NDArray[np.integer]) -> Floats:
-    """Weights of a text's rows."""
+    """Weights [rows] of a text's rows, of match lengths `longest` [rows] and accepted lengths `accepted` [rows]: about
+    how often decoders of several settings would begin a step there."""
     times = np.zeros(len(longest))
     for least, step in WALKS:
         at = 0
@@ -160,16 +163,24 @@ class StoredText:
     """A text of a capture store, whose rows are `rows` of the store."""
 
     split: str
+    """Of its prompt."""
     ids: list[int]
+    """Prompt and completion."""
     prompt: int
+    """Tokens of the prompt."""
     stopped: bool
+    """It ends at a stop token, not at a limit."""
     rows: NDArray[np.bool_]
+    """Mask [rows of the store]."""
 
 
 def stored_texts(
     store: CaptureStore, prompts: Sequence[Prompt], encode: Callable[[Any], list[int]]
 ) -> Iterator[StoredText]:
-    """The texts of a store of anchors; the prompts are those it was captured from, in order."""
+    """The texts of a store of anchors; the prompts are those it was captured from, in order.
+
+    Raises ProbeError for other prompts, and for a store that does not hold every anchor.
+    """
     if store.manifest.get("prompts") != prompts_hash(prompts):
         raise ProbeError(f"{store.folder} was captured from other prompts: name those")
     if store.manifest.get("selection") != "anchors":
@@ -205,7 +216,10 @@ def train_lengths(
     config: LengthTrainConfig,
     split: str = "train",
 ) -> LengthHead:
-    """A length head of the texts of one split; without a log it knows copies alone."""
+    """A length head of the texts of one split; without a log it knows copies alone.
+
+    Raises ProbeError if the split has no texts.
+    """
     columns = store.rows()
     summaries = np.stack([columns[n] for n in ("max_prob", "entropy", "margin")], axis=1)
 
@@ -260,7 +274,8 @@ def train_lengths(
 
 def judge(head: LengthHead, drafter: str, states: torch.Tensor, rows: DraftRows) -> dict[str, float]:
     """On rows weighted as a decoder asks: mean log-likelihood of the accepted length in nats, its mean, what was
-    expected, and the mean gap between the two over the ten tenths of the expected (calibration)."""
+    expected, and the mean gap between the two over the ten tenths of the expected (calibration). `states` are
+    [rows, sites * width]."""
     start, stop = head.columns(drafter)
     weights = head.tensors[f"{drafter}.features"]
     z = head.tensors[f"{drafter}.bias"] + torch.from_numpy(rows.features).float() @ weights.T

@@ -69,6 +69,8 @@ class SiteProbe(Protocol):
 
 
 class ProbeSite(Protocol):
+    """What a probe says of itself: where it reads, and from which output and match length on it copies."""
+
     @property
     def sites(self) -> Sequence[str]: ...
 
@@ -194,6 +196,7 @@ class Parts:
     """Learned policies by kind: ltd, cospec."""
 
     def copy(self) -> tuple[CopyDrafter, Choice]:
+        """The copy drafter with its budget. A kappa that is not set is the length head's or the probe's."""
         s = self.settings
         source = self.lengths if self._by_length else self.probe
         kappa = s.kappa or (source.config.kappa if source is not None else KAPPA)
@@ -213,7 +216,10 @@ class Parts:
         return s.gate == "auto" and s.tau is None and known
 
     def length_gate(self, copy: Choice, neural: Choice | None) -> LengthGate | None:
-        """The cost gate on a length head, which sizes the drafts; None where it is not asked for or there is none."""
+        """The cost gate on a length head, which sizes the drafts; None where it is not asked for or there is none.
+
+        Raises DecodingError where it does not know the draft model, or there is no cost table.
+        """
         if not self._by_length or self.lengths is None:
             return None
         if self.settings.neural == DRAFT and not self.lengths.knows(DRAFT):
@@ -275,6 +281,8 @@ class Parts:
         return self.neural[DRAFT]
 
     def cost_table(self, what: str, instead: str, drafter: str) -> CostTable:
+        """Measured milliseconds, the drafter's among them. Raises DecodingError, saying what needs them, and what to
+        use `instead`."""
         if self.costs is None:
             raise DecodingError(f"{what} needs a cost table: run `switchsd profile`, or use {instead}")
         return self.costs(drafter)
@@ -484,6 +492,7 @@ MODES: dict[str, Mode] = {
 
 
 def get_mode(name: str) -> Mode:
+    """The mode of a name. Raises DecodingError, which lists them."""
     if name not in MODES:
         raise DecodingError(f"unknown mode {name!r}: use {', '.join(MODES)}")
     return MODES[name]

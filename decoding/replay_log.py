@@ -54,13 +54,19 @@ class LoggedText:
     stopped: bool
     """`ids` ends at a stop token, not at a limit."""
     ids: list[int]
+    """Prompt and answer."""
     tokens: torch.Tensor
+    """int32 [steps, nodes]: the head's whole tree at each position, parents first."""
     parents: torch.Tensor
+    """int16 [steps, nodes], -1 = child of the pending token."""
     scores: torch.Tensor
+    """float32 [steps, nodes]: cumulative log-probabilities."""
     summary: torch.Tensor
+    """float32 [steps, 3] of the anchor's logits: largest probability, entropy in nats, gap of the top two."""
     top_k: int = 4
     """Children that the head considered at a node, and beams a level."""
     states: dict[str, torch.Tensor] = field(default_factory=dict)
+    """By site, [steps, width]: the anchor's states."""
 
     @property
     def steps(self) -> int:
@@ -90,6 +96,7 @@ class LoggedText:
 
     @classmethod
     def load(cls, file: Path, states: bool = True) -> LoggedText:
+        """Read it, with its states or without. Raises LogError for another file, or one of another version."""
         try:
             with safe_open(file, "pt") as opened:
                 meta = json.loads((opened.metadata() or {})["replay"])
@@ -104,7 +111,7 @@ class LoggedText:
 
 
 def read_log(folder: str | os.PathLike[str], states: bool = True) -> list[LoggedText]:
-    """All texts of a log, in the order of their names."""
+    """All texts of a log, in the order of their names. Raises LogError if there are none, or one cannot be read."""
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise LogError(f"{os.fspath(folder)} holds no logged texts: make them first")
@@ -127,7 +134,7 @@ def log_text(
     """Log a prompt of `prompt` tokens and the target's greedy answer behind it.
 
     Steps may begin at the first `limit` generated tokens; what is behind them only says how far drafts are followed.
-    The head's trees are `depth` levels deep.
+    The head's trees are `depth` levels deep. Raises LogError for an answer too short for a step.
     """
     ids = list(ids)
     steps = min(limit, len(ids) - prompt) - 1

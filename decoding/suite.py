@@ -36,7 +36,8 @@ def load_suite(files: Sequence[str | Path], limit: int = 0) -> list[SuitePrompt]
     """The prompts of the files and embedded suites named, by default of all held-out ones; at most `limit` of each,
     0 for all.
 
-    A limited file is thinned evenly over its groups, so that a short run still sees every one.
+    A limited file is thinned evenly over its groups, so that a short run still sees every one. Raises PromptError for
+    two files of one name, and for a file that cannot be read.
     """
     parts: dict[str, list[Prompt]] = {}
     for file in files or BUILT_IN[:1]:
@@ -88,6 +89,7 @@ def at(length: int) -> str:
 def at_lengths(suite: Sequence[SuitePrompt], target: Target, lengths: Sequence[int], room: int) -> list[SuitePrompt]:
     """Every prompt at each length in tokens that leaves `room` in the target, in groups by length: texts of the
     suite's other prompts stand before its last message. Prompts that are longer by themselves are left out of it.
+    Raises PromptError for a length that the target cannot take, or that is shorter than every prompt.
     """
     out = []
     for length in lengths:

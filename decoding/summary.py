@@ -91,7 +91,10 @@ def speed(rows: Sequence[Row]) -> float:
 
 
 def ratio(rows: Sequence[Row], base: Sequence[Row], seed: int = 0, resamples: int = RESAMPLES) -> Interval:
-    """Speed of `rows` over speed of `base`, prompts resampled in pairs. Both hold the same prompts in one order."""
+    """Speed of `rows` over speed of `base`, prompts resampled in pairs. Both hold the same prompts in one order.
+
+    Raises ValueError if they do not.
+    """
     if [r.key for r in rows] != [r.key for r in base]:
         raise ValueError("paired ratios need the same prompts on both sides")
     columns = np.array(

@@ -32,6 +32,7 @@ EXPLAINED = (
 
 
 def cell(value: Any, form: str) -> str:
+    """A number in the given format, an interval as `1.23 [1.10, 1.35]`, or a dash for None."""
     if value is None:
         return "–"
     if isinstance(value, dict):

@@ -93,8 +93,8 @@ def padded(docs: list[Document], budget: int) -> Iterator[Document]:
 def frequent_tokens(
     stores: Sequence[CaptureStore], size: int, kept: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, float]:
-    """The most frequent written tokens (increasing ids), those to be kept among them whatever their number, and the
-    share of the text that they cover."""
+    """The most frequent written tokens, int64 [tokens] (increasing ids), those to be `kept` [n] among them whatever
+    their number, and the share of the text that they cover."""
     counts = np.zeros(0, dtype=np.int64)
     for store in stores:
         for shard in range(len(store.shards)):

@@ -59,7 +59,7 @@ class LengthConfig:
     target: Fingerprint
     """The target whose states were fitted; no other target fits."""
     target_name: str
-    """What that target was loaded by."""
+    """Alias, hub id or folder name of that target."""
     split: Mapping[str, Any]
     """What was fitted, with numbers of texts and rows."""
     metrics: Mapping[str, Any]

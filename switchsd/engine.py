@@ -49,7 +49,10 @@ class Engine:
 
 
 def find_engine(python: str, switching: bool) -> Engine:
-    """The environment that vLLM runs in; with `switching` the plug-in must be installed there too."""
+    """The environment that vLLM runs in; with `switching` the plug-in must be installed there too.
+
+    Raises UsageError, which says what to do, where that is not so.
+    """
     if python and not Path(python).is_file():
         raise UsageError(f"--vllm-python {python}: no such file")
     python = os.path.abspath(python) if python else sys.executable

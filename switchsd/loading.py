@@ -68,6 +68,9 @@ def load(
     neural: the neural side of mode switchsd: "eagle", "draft", or "none" (only copying is drafted).
     dtype, device, device_map, quantization: as `activations.target.load_target` takes them.
     settings: fields of `decoding.modes.ModeSettings`: kappa, candidates, gate, tau, ...
+
+    What cannot be loaded or does not fit the target raises the error of its kind (TargetError, ProbeError, HeadError,
+    DraftError, PolicyError); an unknown setting raises ValueError.
     """
     from activations.target import Target, load_target
     from decoding.decoder import Decoder

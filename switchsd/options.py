@@ -25,7 +25,7 @@ class UsageError(Exception):
 
 
 def check_output(file: Path) -> None:
-    """Refuse a place where a file cannot be written, before the work that it is to hold."""
+    """Raises UsageError for a place where a file cannot be written, before the work that it is to hold."""
     if not file.absolute().parent.is_dir():
         raise UsageError(f"no such folder: {file.absolute().parent}")
     if file.exists() and not file.is_file():  # a device would be replaced by a file
@@ -33,7 +33,7 @@ def check_output(file: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a place where a folder cannot be made, before the work that it is to hold."""
+    """Raises UsageError for a place where a folder cannot be made, before the work that it is to hold."""
     there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     if not there.is_dir():
         raise UsageError(f"{there} is there and is no folder: choose another name")
@@ -62,6 +62,7 @@ def expand(command: Callable[..., None]) -> Callable[..., None]:
     """The command with its dataclass parameters replaced by their fields (nested dataclasses too).
 
     Field names of all configs of one command must differ. A ValueError from a config's own checks is a usage error.
+    Raises TypeError if they do not.
     """
     hints = typing.get_type_hints(command, include_extras=True)
     signature = inspect.signature(command)
@@ -92,7 +93,7 @@ def expand(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def build(config: type, values: dict[str, Any]) -> Any:
-    """A config from option values."""
+    """A config from option values. Raises UsageError for values that it refuses."""
     hints = typing.get_type_hints(config)
     arguments = {}
     for field in _fields(config):

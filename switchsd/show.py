@@ -67,6 +67,7 @@ class Bar:
         self._told = monotonic()
 
     def to(self, done: float, total: float | None = None) -> None:
+        """Move it to `done` of `total`; a total that is not given stays."""
         self._progress.update(self._task, completed=done, total=total)
         if not notes.is_terminal and monotonic() - self._told > LINE_SECONDS:
             self._told = monotonic()

@@ -88,7 +88,7 @@ class Questions:
 
 def questions(kinds: Levels = None, count: int = 100, seed: int = 0, split: str | None = None) -> list[Question]:
     """The first `count` of them. The same kinds, levels, seed and split give the same questions, and a larger count
-    only adds to them."""
+    only adds to them. Raises ValueError for a count below 1."""
     if count < 1:
         raise ValueError(f"count is {count}; ask for 1 question or more")
     source = Questions(kinds, seed, split)

@@ -93,7 +93,7 @@ class ArbitrationEnvironment(VecEnv):
     # -- stable-baselines3's ------------------------------------------------------------------------
 
     def reset(self) -> np.ndarray:
-        """First mismatches; questions are drawn from what `seed` has set."""
+        """First mismatches, float32 [environments, STATE]; questions are drawn from what `seed` has set."""
         for number, slot in enumerate(self._slots):
             slot.rng = np.random.default_rng([self._seeds[number] or 0, number])
         self._reset_seeds()
@@ -102,9 +102,12 @@ class ArbitrationEnvironment(VecEnv):
         return np.stack([self._observation(slot) for slot in self._slots])
 
     def step_async(self, actions: np.ndarray) -> None:
+        """Decisions [environments]: 1 keeps the draft's token."""
         self._actions = actions
 
     def step_wait(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[dict[str, Any]]]:
+        """Next mismatches [environments, STATE], rewards [environments], which answers ended [environments], and
+        metrics of those that did."""
         for slot, action in zip(self._slots, self._actions, strict=True):
             slot.decisions.append(bool(action))
         self._visit(self._slots)

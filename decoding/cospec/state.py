@@ -48,18 +48,30 @@ BLOCK = 8
 class Mismatches(NamedTuple):
     """Places where the target chose another token than the draft, a row each."""
 
-    target_logits: torch.Tensor  # [m, V]
-    draft_logits: torch.Tensor  # [m, V] or wider
-    target: torch.Tensor  # [m], its tokens
-    draft: torch.Tensor  # [m]
-    before: torch.Tensor  # [m], the tokens before them
-    block: torch.Tensor  # [m], tokens accepted before in the same block
-    answer: torch.Tensor  # [m], tokens written before
-    asked: torch.Tensor  # [m], mismatches of the answer before it
-    kept: torch.Tensor  # [m], of these
-    last: torch.Tensor  # [m], 1 or -1, whether the latest was; 0 for none
-    drafted: torch.Tensor  # [m], drafted tokens that were looked at before it
-    matched: torch.Tensor  # [m], of these
+    target_logits: torch.Tensor
+    """[m, V]"""
+    draft_logits: torch.Tensor
+    """[m, V] or wider."""
+    target: torch.Tensor
+    """[m]: the target's tokens."""
+    draft: torch.Tensor
+    """[m]: the draft's."""
+    before: torch.Tensor
+    """[m]: the tokens before them."""
+    block: torch.Tensor
+    """[m]: tokens accepted before in the same block."""
+    answer: torch.Tensor
+    """[m]: tokens written before."""
+    asked: torch.Tensor
+    """[m]: mismatches of the answer before it."""
+    kept: torch.Tensor
+    """[m]: how many of these kept the draft's token."""
+    last: torch.Tensor
+    """[m]: 1 or -1, whether the latest did; 0 for none."""
+    drafted: torch.Tensor
+    """[m]: drafted tokens that were looked at before it."""
+    matched: torch.Tensor
+    """[m]: how many of these the target would have written."""
 
 
 def states(mismatches: Mismatches, classes: torch.Tensor) -> torch.Tensor:

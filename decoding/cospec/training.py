@@ -101,6 +101,7 @@ class CoSpecConfig:
     entropy: float = 0.003
     """Weight of the entropy bonus."""
     seed: int = 0
+    """Seed of everything that is random in it."""
 
     def __post_init__(self) -> None:
         for name in ("draft_tokens", "max_new_tokens", "first", "rows", "warm_epochs", "group"):
@@ -162,7 +163,11 @@ def train_on(
     target: dict[str, Any],
     drafter: dict[str, Any],
 ) -> Generator[Record, None, PolicyArtifact]:
-    """Like `train`, with whatever writes the answers."""
+    """Like `train`, with whatever writes the answers.
+
+    Raises PolicyError for too few questions, for answers that leave nothing to learn, and for a folder that holds the
+    policy of other settings.
+    """
     began = time.monotonic()
     trained, validated = split(questions, config)
     store = BranchStore(folder / "branches", runner.describe())
@@ -225,7 +230,10 @@ def train_on(
 
 
 def split(questions: Sequence[Question], config: CoSpecConfig) -> tuple[list[Question], list[Question]]:
-    """Questions to train and to validate on: no prompt is on both sides, or twice on one."""
+    """Questions to train and to validate on: no prompt is on both sides, or twice on one.
+
+    Raises PolicyError if there are too few for both.
+    """
     once = list({identity(q): q for q in questions}.values())
     random.Random(config.seed).shuffle(once)
     held = round(len(once) * config.validation)

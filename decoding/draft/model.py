@@ -35,7 +35,10 @@ class DraftError(Exception):
 
 
 def spread(count: int, blocks: int) -> list[int]:
-    """`count` of `blocks` block numbers: the first, the last, and evenly spaced ones between."""
+    """`count` of `blocks` block numbers: the first, the last, and evenly spaced ones between.
+
+    Raises DraftError for fewer than 1 or more than there are.
+    """
     if not 1 <= count <= blocks:
         raise DraftError(f"a draft of {count} blocks cannot be cut from a target of {blocks}: choose 1 to {blocks}")
     if count == 1:
@@ -61,7 +64,10 @@ def cut(target: Target, blocks: Sequence[int] | int) -> Target:
 
 
 def cut_ordinary(target: Target, blocks: Sequence[int] | int) -> Target:
-    """`cut` with ordinary linear layers in the blocks, whose weights can be trained or replaced."""
+    """`cut` with ordinary linear layers in the blocks, whose weights can be trained or replaced.
+
+    Raises DraftError for blocks that are not there, and for a target that does not run with some of its blocks alone.
+    """
     chosen = spread(blocks, target.blocks) if isinstance(blocks, int) else [int(b) for b in blocks]
     if not increasing(chosen, target.blocks):
         raise DraftError(

@@ -74,6 +74,7 @@ class DraftTrainConfig:
     learning_rate: float = 1e-3
     """Peak; warmed up over 2 % of the run, then a cosine to zero."""
     weight_decay: float = 0.01
+    """Of AdamW, on matrices only."""
     clip: float = 1.0
     """Largest gradient norm."""
     questions: int = 0
@@ -86,6 +87,7 @@ class DraftTrainConfig:
     checkpoint_seconds: float = 300.0
     """How often the state of the run is saved and the draft validated."""
     seed: int = 0
+    """Seed of everything that is random in it."""
 
     def __post_init__(self) -> None:
         check_settings(self, counts=("blocks", "frequent"), shares=("variation", "prompt_weight"))
@@ -135,11 +137,16 @@ class Student:
 class Outputs:
     """Rows of the target's output matrix, and what becomes of a product with them."""
 
-    weight: torch.Tensor  # [S, width]
-    bias: torch.Tensor | None  # [S]
-    shift: torch.Tensor | None  # [S], added to logits: the log of how many tokens each row stands for
+    weight: torch.Tensor
+    """[S, width]"""
+    bias: torch.Tensor | None
+    """[S]"""
+    shift: torch.Tensor | None
+    """[S], added to logits: the log of how many tokens each row stands for."""
     rule: LogitRule
-    tokens: torch.Tensor | None = None  # [S], whose rows these are; None: all, in order
+    """How the target makes logits of the product."""
+    tokens: torch.Tensor | None = None
+    """[S], whose rows these are; None: all, in order."""
 
     def columns(self, tokens: torch.Tensor) -> torch.Tensor:
         """Where the rows of tokens [n], which must be among them, stand."""
@@ -156,7 +163,7 @@ class Outputs:
         return self.rule(product.float())
 
     def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
-        """By how much a logit moves with the product."""
+        """By how much logits [...] move with the product: [...], or a scalar where it is the same for all."""
         if self.rule.kind == "softcap":
             return 1 - (logits / self.rule.value) ** 2
         return {"times": self.rule.value, "over": 1 / self.rule.value}.get(self.rule.kind, 1.0)
@@ -240,7 +247,7 @@ class Vocabulary:
         return Outputs(self.weight, self.bias, None, self.rule)
 
     def part(self, present: torch.Tensor, generator: torch.Generator) -> Outputs:
-        """The frequent tokens, those `present`, and a sample of the others; the whole if that is all."""
+        """The frequent tokens, those `present` [...], and a sample of the others; the whole if that is all."""
         size, device = len(self.weight), self.weight.device
         rest = torch.ones(size, dtype=torch.bool, device=device)
         rest[self.frequent] = False
@@ -264,8 +271,8 @@ def loss_of(
     config: DraftTrainConfig,
     generator: torch.Generator,
 ) -> tuple[torch.Tensor, float]:
-    """The weighted sum of the losses of a batch's rows, and the sum of the weights. Without the target's states, what
-    is written is right, and nothing else is learned."""
+    """The weighted sum of the losses of a batch's rows (a scalar), and the sum of the weights. Without the target's
+    states, what is written is right, and nothing else is learned."""
     weights = batch["written"].float()
     taught = "last" not in batch
     if not taught:
@@ -382,7 +389,7 @@ def mixed(
 
 
 def answer_tokens(target: Target, config: DraftTrainConfig) -> torch.Tensor:
-    """The tokens of right answers (increasing ids), of as many questions as show nearly all."""
+    """int64 [tokens]: those of right answers (increasing ids), of as many questions as show nearly all."""
     source = Questions(TAUGHT, config.seed, "train")
     texts = {source[number].answer for number in range(min(config.questions, 20_000))}
     ids = target.tokenizer(sorted(texts), add_special_tokens=False)["input_ids"]
@@ -421,7 +428,9 @@ def train(
     A store that is given several times counts as often in every pass; one that grows is read further at the next pass.
     The run's state is kept in `folder/run` and is continued when the same command is given again, with more stores,
     rows or minutes as well. Whenever a record of some training is yielded, the draft so far is in `folder` too. A
-    KeyboardInterrupt while it trains is passed on once the state is kept.
+    KeyboardInterrupt while it trains is passed on once the state is kept. Raises DraftError for stores without the
+    states that a draft learns from, and for a run or start of other blocks or another target; ValueError if no text is
+    left beside what is held out.
     """
     opened = [CaptureStore.open(s) for s in stores]
     states = {"last": [last_site(target.blocks)]}

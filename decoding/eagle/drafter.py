@@ -250,7 +250,8 @@ class EagleDrafter:
 
     def growing(self, request: Request, depth: int) -> Generator[Question, int | None, DraftTree]:
         """Grows one tree, of `depth` levels at most, and asks on the way: whether to go on to another level, and at
-        the end how many nodes to keep, as a budget answers it."""
+        the end how many nodes to keep, as a budget answers it. Raises HeadError if the head gives values that are not
+        finite."""
         state = self._states[request]
         output = self._catch_up(request, state)  # [1, width]
         base = state.fed  # slots from here on hold the tree's keys

@@ -66,6 +66,7 @@ def load_head(folder: Path, target_vocab: int) -> EagleHead:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
+    """A head's config.json as it stands. Raises ChoiceError where there is none, HeadError for a damaged one."""
     file = folder / "config.json"
     if not file.is_file():
         raise ChoiceError(f"{folder} holds no EAGLE head: config.json is missing: give the folder of one")
@@ -83,7 +84,10 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder: safetensors if there are any, else torch files, read as weights only."""
+    """All tensors of a folder: safetensors if there are any, else torch files, read as weights only.
+
+    Raises HeadError if they cannot be read, or hold anything else.
+    """
     out: dict[str, torch.Tensor] = {}
     for file in weight_files(folder):
         try:
@@ -100,7 +104,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights. A name in an index is a name in this folder, or an error."""
+    """The files that hold the weights. Raises HeadError if there are none, or an index names one that is not here."""
     for suffix, index in zip(("safetensors", "bin"), INDICES, strict=True):
         if (folder / index).is_file():
             named = _json(folder / index).get("weight_map")
@@ -120,7 +124,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def normal_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same tensors under the names of `EagleHead`."""
+    """The same tensors under the names of `EagleHead`. Raises HeadError if two would have the same name."""
     out = {}
     for name, tensor in state.items():
         name = name.removeprefix("model.").replace("layers.0.", "midlayer.")
@@ -134,7 +138,10 @@ def normal_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def recognise(raw: dict[str, Any], state: dict[str, torch.Tensor]) -> str:
-    """Whose format it is: switchsd, speculators, specforge, modelopt or safeailab."""
+    """Whose format it is: switchsd, speculators, specforge, modelopt or safeailab.
+
+    Raises HeadError for a speculators head of another kind than EAGLE.
+    """
     if raw.get("speculators_model_type") is not None:
         kind = raw["speculators_model_type"]
         if kind not in ("eagle", "eagle3"):
@@ -157,7 +164,10 @@ def recognise(raw: dict[str, Any], state: dict[str, torch.Tensor]) -> str:
 def head_config(
     raw: dict[str, Any], state: dict[str, torch.Tensor], form: str, target_vocab: int, folder: Path
 ) -> HeadConfig:
-    """The settings, from config.json and from what the weights show."""
+    """The settings, from config.json and from what the weights show.
+
+    Raises HeadError for a key that is missing or contradicts the weights, and for a head of another vocabulary.
+    """
     layer = _layer_config(raw, form)
     nested = raw.get("eagle_config") if isinstance(raw.get("eagle_config"), dict) else {}
 
@@ -226,7 +236,7 @@ def head_config(
 
 
 def kind_of(state: dict[str, torch.Tensor], folder: Path) -> int:
-    """3 for EAGLE-3, 1 for EAGLE-1 and -2."""
+    """3 for EAGLE-3, 1 for EAGLE-1 and -2. Raises HeadError for weights of neither."""
     query, normed = state.get("midlayer.self_attn.q_proj.weight"), "midlayer.hidden_norm.weight" in state
     if query is None:
         raise HeadError(
@@ -315,7 +325,8 @@ def _states_read(
 def layer_ids(raw: dict[str, Any], nested: dict[str, Any], folder: Path) -> tuple[int, ...]:
     """Blocks whose entering states the head reads; empty where the file does not say.
 
-    At the top level k means what enters block k, inside eagle_config what leaves it.
+    At the top level k means what enters block k, inside eagle_config what leaves it. Raises HeadError for anything but
+    whole numbers.
     """
     sites = (raw.get("switchsd") or {}).get("sites") if isinstance(raw.get("switchsd"), dict) else None
     said = {"top": raw.get(IDS), "nested": nested.get(IDS)}
@@ -406,7 +417,10 @@ def _norm_output(value: Any, form: str, newer: bool, folder: Path) -> bool:
 
 
 def draft_vocabulary(state: dict[str, torch.Tensor], config: HeadConfig, folder: Path) -> torch.Tensor:
-    """Target ids [draft vocabulary] of the draft ids; takes d2t and t2d out of `state`."""
+    """Target ids [draft vocabulary] of the draft ids; takes d2t and t2d out of `state`.
+
+    Raises HeadError for maps that do not fit the vocabulary or each other.
+    """
     d2t, t2d = state.pop("d2t", None), state.pop("t2d", None)
     size, vocab = config.draft_vocab_size, config.vocab_size
     own = torch.arange(size)

@@ -14,11 +14,12 @@ RIDGE = 1e-4
 
 
 def grown(head: EagleHead, target: Target, tokens: torch.Tensor) -> EagleHead:
-    """The head with the draft vocabulary `tokens` (increasing target ids), which holds all that it has.
+    """The head with the draft vocabulary `tokens` [draft vocabulary] (increasing target ids), which holds all that it
+    has.
 
     Old rows stay as they are. A new token's row is the target's own, sent through the linear map that best makes the
     head's old rows from the target's: training has turned the head's outputs away from the target's space, and all
-    rows alike.
+    rows alike. Raises HeadError for a vocabulary that lacks old tokens, and for an output matrix with a bias.
     """
     old = head.draft_tokens
     place = torch.searchsorted(tokens, old).clamp(max=len(tokens) - 1)

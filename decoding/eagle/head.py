@@ -54,16 +54,23 @@ class HeadConfig:
     """Sizes, and the places in which the published kinds differ. Keys of a published `config.json` keep their names."""
 
     hidden_size: int
+    """The head's own width."""
     intermediate_size: int
+    """Width inside its MLP."""
     num_attention_heads: int
+    """Query heads."""
     num_key_value_heads: int
+    """Heads of keys and values."""
     vocab_size: int
     """The target's."""
     draft_vocab_size: int
+    """How many of its tokens are drafted."""
     head_dim: int = 0
     """0: hidden_size / num_attention_heads."""
     rms_norm_eps: float = 1e-6
+    """Added to the mean square in its norms."""
     rope_theta: float = 10000.0
+    """Base of the rotary angles."""
     target_hidden_size: int = 0
     """Width of the target's states; 0: the head's own width."""
     num_hidden_layers: int = 1
@@ -95,6 +102,7 @@ class HeadConfig:
     biases: tuple[str, ...] = ()
     """Linear maps that have a bias."""
     hidden_act: str = "silu"
+    """Activation in its MLP."""
     window: int = 0
     """A row sees this many rows, itself included; 0: all."""
     max_position_embeddings: int = 0
@@ -185,6 +193,7 @@ PLAIN = ("head_dim", "rms_norm_eps", "rope_theta", "target_hidden_size")
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., width] over the root of its mean square, times weight [width]."""
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
@@ -326,11 +335,11 @@ class EagleHead(nn.Module):
         return hidden + mlp.down_proj(ACTIVATIONS[self.config.hidden_act](mlp.gate_proj(x)) * mlp.up_proj(x))
 
     def carry(self, output: torch.Tensor) -> torch.Tensor:
-        """What the next row starts from, given a row's output."""
+        """What the next row starts from [..., width], given a row's output [..., width]."""
         return self.norm(output) if self.config.norm_output else output
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:
-        """Logits over the draft vocabulary."""
+        """Logits [..., draft vocabulary] of outputs [..., width]."""
         logits: torch.Tensor = self.lm_head(self.norm(output) if self.config.last_norm else output)
         return logits
 

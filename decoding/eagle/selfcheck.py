@@ -100,7 +100,7 @@ def check_head(
 ) -> HeadCheck:
     """The head on the target's greedy text, `tokens` of it after each prompt (by default a few embedded ones).
 
-    Raises HeadError for a head that cannot be used with the target.
+    Raises HeadError for a head that cannot be used with the target, TargetError if the target writes nothing.
     """
     if prompts is None:
         prompts = [target.encode_messages(p.messages) for p in spread(load_corpus("validation"), 4)]

@@ -69,6 +69,7 @@ class EagleTrainConfig:
     checkpoint_seconds: float = 120.0
     """How often the state of the run is saved."""
     seed: int = 0
+    """Seed of everything that is random in it."""
 
     def __post_init__(self) -> None:
         check_settings(self, counts=("draft_vocabulary", "steps"), shares=("unrolled_share", "decay"))
@@ -78,10 +79,14 @@ class EagleTrainConfig:
 class Batch:
     """Padded documents: B of them, T rows."""
 
-    features: torch.Tensor  # [B, T, 3 * width]
-    pending: torch.Tensor  # [B, T] token after each row's token
-    last: torch.Tensor  # [B, T, width] last resid_post
-    written: torch.Tensor  # [B, T] the pending token is the target's own
+    features: torch.Tensor
+    """[B, T, 3 * width]: states at the head's sites, side by side."""
+    pending: torch.Tensor
+    """[B, T]: the token after each row's token."""
+    last: torch.Tensor
+    """[B, T, width]: the last `resid_post`."""
+    written: torch.Tensor
+    """[B, T]: whether the pending token is the target's own."""
 
     def to(self, device: torch.device, exact: bool) -> Batch:
         """On the device; the states in float32 where `exact`."""
@@ -90,7 +95,8 @@ class Batch:
 
 
 def initial_head(target: Target, tokens: torch.Tensor) -> EagleHead:
-    """A head whose block, norm and output rows are copies of the target's last ones.
+    """A head with the draft vocabulary `tokens` [draft vocabulary], whose block, norm and output rows are copies of the
+    target's last ones.
 
     Where that block is not of the head's own kind, the parts that have no counterpart keep their random start. After
     a norm of its own (Gemma, OLMo 2), a branch is of another size than without: such a branch starts at zero.
@@ -228,7 +234,7 @@ def unroll(
 
 
 def loss_of(results: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], decay: float) -> torch.Tensor:
-    """Weighted mean over the steps of the soft cross-entropy."""
+    """Weighted mean over the steps of the soft cross-entropy in nats, a scalar; `results` as `unroll` gives them."""
     total, weights = torch.zeros((), device=results[0][0].device), 0.0
     for step, (draft, wanted, known) in enumerate(results):
         if known.any():
@@ -271,6 +277,8 @@ def train(
     A store that is given several times counts as often in every pass. The run's state is kept in `folder/run` and is
     continued when the same command is given again, with more stores or rows as well. With `start` a new run begins
     from that head, and from the target otherwise. Of several processes only the first one yields and writes.
+    Raises HeadError for a run of another head, and for stores without the states that it reads; ValueError if no text
+    is left beside what is held out.
     """
     workers = workers or Workers()
     opened = [CaptureStore.open(s) for s in stores]

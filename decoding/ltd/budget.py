@@ -60,7 +60,7 @@ class LearnedBudget:
 
     @classmethod
     def made(cls, depth: Policy | None, size: Policy | None, settings: Any) -> LearnedBudget:
-        """Of policies and the settings that an artifact keeps."""
+        """Of policies and the settings that an artifact keeps. Raises PolicyError where they do not fit."""
         missing = [name for name in SETTINGS if name not in settings]
         if missing:
             raise PolicyError(f"the settings of a learned tree lack {', '.join(missing)}: train the policy again")

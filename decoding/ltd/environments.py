@@ -365,6 +365,7 @@ class SizeEnv(_StepEnv):
         return row
 
     def step(self, action: np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """Verify so many nodes (an index into `sizes`): observation [features], reward, and the episode's end."""
         reward, info = self._finish(self.sizes[int(action)])
         return self._shown.copy(), reward, True, False, info
 
@@ -395,6 +396,8 @@ class DepthEnv(_StepEnv):
         return self._show(growth)
 
     def step(self, action: np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """Draft another level, or verify what there is: observation [features], reward (0 until the episode ends), and
+        whether it has ended."""
         if int(action) == GO_ON:
             growth = self._on(self.source.deepen())
             if self._asks(growth):

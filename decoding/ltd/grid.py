@@ -40,7 +40,7 @@ class Rate:
         return float(self.tokens.sum() / self.steps.sum())
 
     def of(self, texts: Sequence[int] | NDArray[np.int64]) -> Rate:
-        """Of some of the texts."""
+        """Of some of the texts, by their numbers [chosen]."""
         chosen = np.asarray(texts, np.int64)
         return Rate(self.tokens[chosen], self.milliseconds[chosen], self.steps[chosen])
 

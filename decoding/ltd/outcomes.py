@@ -118,7 +118,7 @@ class Clock:
     table: NDArray[np.float64]
     """[lengths, depths, nodes + 1]"""
     lengths: NDArray[np.integer]
-    """Those that the table knows, increasing."""
+    """[lengths]: those that the table knows, in tokens, increasing."""
 
     @classmethod
     def of(cls, costs: CostTable, drafter: str, outcomes: Outcomes, overhead: float) -> Clock:
@@ -130,7 +130,7 @@ class Clock:
         return cls(verifying[:, None] + drafting[None, :, None] + overhead, lengths)
 
     def rows(self, lengths: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Of the table, for lengths that it knows."""
+        """Rows [n] of the table, for lengths [n] that it knows."""
         found: NDArray[np.int64] = np.searchsorted(self.lengths, lengths)
         return found
 

@@ -102,6 +102,7 @@ class LTDConfig:
     hidden: tuple[int, ...] = (128,)
     """Units of the policies' hidden layers."""
     seed: int = 0
+    """Seed of everything that is random in it."""
 
     def __post_init__(self) -> None:
         for name in ("depth", "every", "rows", "max_new_tokens"):

@@ -56,7 +56,7 @@ class BatchManager(Generic[R]):
 
     def admit(self, request: R) -> None:
         """Before the first half-step new requests fill both batches alike; later ones join the batch that is drafted
-        for, so that they have a draft when their turn comes."""
+        for, so that they have a draft when their turn comes. Raises ValueError for a request that is in a batch."""
         if request in self._turns:
             raise ValueError(f"request {request!r} is in a batch already")
         side = self.drafting

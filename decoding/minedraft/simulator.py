@@ -27,9 +27,13 @@ RAREST = 1e-6
 class Times(Protocol):
     """Milliseconds of the halves of a step, for `rows` requests and chains of `k` drafted tokens."""
 
-    def draft(self, rows: int, k: int) -> float: ...
+    def draft(self, rows: int, k: int) -> float:
+        """To draft k tokens for each of the rows."""
+        ...
 
-    def verify(self, rows: int, k: int) -> float: ...
+    def verify(self, rows: int, k: int) -> float:
+        """To verify them, k + 1 tokens a row."""
+        ...
 
     def together(self, drafted: int, verified: int, k: int) -> float:
         """Drafting for so many rows while verifying so many others."""
@@ -173,6 +177,7 @@ class Workload:
             )
 
     def make(self) -> list[SimulatedRequest]:
+        """The requests, in order of arrival; the same ones for the same seed."""
         draw, at, made = random.Random(self.seed), 0.0, []
         for number in range(self.requests):
             at += draw.expovariate(self.arrivals) * 1e3 if self.arrivals else 0.0
@@ -230,6 +235,7 @@ class Run:
     apart_ms: float = 0.0
     """and how long these would have taken one after the other."""
     latencies: list[float] = field(default_factory=list)
+    """Of each request in milliseconds, from its arrival to its last token."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -470,7 +476,7 @@ class Frontier:
 
 
 def frontier(alpha_v: float) -> Frontier:
-    """Minimised numerically for alpha V > 0."""
+    """Minimised numerically for alpha V > 0; ValueError for others."""
     if not 0 < alpha_v < math.inf:
         raise ValueError(f"alpha V is {alpha_v}; it must be above 0")
 

@@ -32,7 +32,10 @@ def send(
     tensors: Sequence[torch.Tensor] = (),
     seconds: float | None = None,
 ) -> None:
-    """Send a message. Raises WireError where the other side does not take it within so many seconds (None: waits)."""
+    """Send a message and tensors of any shape [...].
+
+    Raises WireError where the other side does not take it within so many seconds (None: waits).
+    """
     flat = [tensor.detach().contiguous().cpu() for tensor in tensors]
     shapes = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in flat]
     text = json.dumps({**message, "tensors": shapes}).encode()
@@ -48,7 +51,10 @@ def send(
 
 
 def receive(sock: socket.socket, seconds: float | None = None) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """The next message. Raises WireError where none has come after so many seconds (None: waits for ever)."""
+    """The next message and its tensors, each in the shape [...] that it was sent in.
+
+    Raises WireError where none has come after so many seconds (None: waits for ever).
+    """
     deadline = None if seconds is None else monotonic() + seconds
     try:
         (length,) = HEAD.unpack(_read(sock, HEAD.size, deadline))

@@ -58,7 +58,10 @@ class DrafterSpec:
 
 
 def build(spec: DrafterSpec) -> Drafter:
-    """The drafter of a spec. Of the target nothing stays in memory that the drafter does not use."""
+    """The drafter of a spec. Of the target nothing stays in memory that the drafter does not use.
+
+    Raises ValueError for an unknown kind, and for a draft model that is not named.
+    """
     if ":" in spec.kind:
         module, _, name = spec.kind.partition(":")
         made: Drafter = getattr(importlib.import_module(module), name)(**spec.options)
@@ -123,7 +126,8 @@ class Worker:
     def carry_out(
         self, operation: dict[str, Any], tensors: list[torch.Tensor]
     ) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
-        """One operation; an answer where it asks for one."""
+        """One operation; an answer where it asks for one. Tensors: features [n, sites * width] in, the laws of drafted
+        nodes [nodes, V] out."""
         kind = operation["op"]
         if kind == "ask":
             return self._answer(operation)
@@ -203,7 +207,7 @@ def request_to(request: Request) -> dict[str, Any]:
 
 
 def tree_to(tree: DraftTree, laws: list[torch.Tensor]) -> dict[str, Any]:
-    """A tree as plain values; the laws that its nodes were drawn from go to the tensors."""
+    """A tree as plain values; the laws [nodes, V] that its nodes were drawn from are put behind `laws`."""
     if tree.q_logits is not None:
         laws.append(tree.q_logits)
     return {
@@ -216,6 +220,7 @@ def tree_to(tree: DraftTree, laws: list[torch.Tensor]) -> dict[str, Any]:
 
 
 def tree_from(plain: dict[str, Any], laws: list[torch.Tensor]) -> DraftTree:
+    """The tree that `tree_to` made values of, with its laws [nodes, V] where it has any."""
     law = plain["law"]
     return DraftTree(
         plain["tokens"], plain["parents"], plain["source"], plain["logq"], None if law is None else laws[law]

@@ -22,6 +22,7 @@ DRAFT = 10
 
 
 def main() -> None:
+    """Start a server, say so, and answer a question a line until standard input ends."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gguf", required=True)
     parser.add_argument("--threads", type=int, required=True)
@@ -52,6 +53,7 @@ def main() -> None:
 
 
 def library(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> tuple[str, str]:
+    """Start the server inside xllamacpp: its address, and its name with the version."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -66,6 +68,10 @@ def library(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> tuple
 
 
 def binary(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> tuple[str, str]:
+    """Start a llama-server binary: its address, and its name with the version.
+
+    Raises RuntimeError if it ends, or is not ready after 240 seconds.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -93,6 +99,7 @@ def binary(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> tuple[
 
 
 def ask(address: str, question: dict[str, Any]) -> dict[str, Any]:
+    """The greedy answer to a prompt of token ids, with its steps and times in seconds, as `process.py` wants it."""
     body = {
         "prompt": question["prompt"], "n_predict": question["max_new_tokens"], "temperature": 0, "top_k": 1,
         "samplers": ["top_k"], "return_tokens": True, "cache_prompt": False, "stream": False,

@@ -19,6 +19,7 @@ from typing import Any
 
 
 def main() -> None:
+    """Start an engine, say so, and answer a question a line until standard input ends."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--settings", type=json.loads, required=True, help="arguments of vllm.LLM, as JSON")
     settings = parser.parse_args().settings
@@ -67,6 +68,7 @@ class Asked:
     """Tokens of the prompt that have been read."""
 
     def take(self, tokens: list[int]) -> None:
+        """Note all tokens so far, and the time if there are new ones."""
         if len(tokens) > len(self.tokens):
             self.times.append(time.perf_counter())
             self.pieces.append(len(tokens) - len(self.tokens))
@@ -93,6 +95,7 @@ def ask(engine: Any, question: dict[str, Any]) -> dict[str, Any]:
 
 
 def ask_all(engine: Any, question: dict[str, Any]) -> dict[str, Any]:
+    """Answers to all prompts of a question at once, with what they took: seconds, forwards, counters, a profile."""
     requests = [Asked(prompt) for prompt in question["prompts"]]
     profile = cProfile.Profile() if question.get("profile") else None
     with watching(engine) as inside, profile or contextlib.nullcontext():
@@ -153,6 +156,7 @@ def watching(engine: Any) -> Iterator[dict[str, Asked]]:
 
 
 def watch(scheduled: Any, inside: dict[str, Asked]) -> Any:
+    """Note what a forward is going to read and verify for the requests of `inside`; gives `scheduled` back."""
     for new in scheduled.scheduled_new_reqs:
         if new.req_id in inside:
             inside[new.req_id].cached = inside[new.req_id].read = new.num_computed_tokens

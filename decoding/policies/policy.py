@@ -49,8 +49,10 @@ class Policy(nn.Module):
     first layer, so that a call is one product a layer.
     """
 
-    mean: torch.Tensor  # [features]
-    scale: torch.Tensor  # [features]
+    mean: torch.Tensor
+    """[features]"""
+    scale: torch.Tensor
+    """[features]"""
 
     def __init__(
         self,
@@ -85,8 +87,8 @@ class Policy(nn.Module):
     def of(
         cls, modules: Iterable[nn.Module], mean: torch.Tensor | None = None, scale: torch.Tensor | None = None
     ) -> Policy:
-        """The policy that a sequence of Linear layers with one kind of activation between them computes; other
-        modules are refused."""
+        """The policy that a sequence of Linear layers with one kind of activation between them computes, with a mean
+        and a scale [features] of its inputs. Raises PolicyError for other modules."""
         layers: list[tuple[torch.Tensor, torch.Tensor]] = []
         between: list[str] = []
         for module in modules:

@@ -67,6 +67,7 @@ class Watched(VecEnvWrapper):
         }
 
     def reset(self) -> Any:
+        """Observations [environments, features]. Raises PolicyError if one is not finite."""
         with threads(self._threads):
             observations = self.venv.reset()
         self._check("observation", observations)
@@ -74,10 +75,15 @@ class Watched(VecEnvWrapper):
         return observations
 
     def step_async(self, actions: np.ndarray) -> None:
+        """Begin a step with actions [environments]."""
         with threads(self._threads):
             self.venv.step_async(actions)
 
     def step_wait(self) -> Any:
+        """Observations [environments, features], rewards and ends [environments], and infos of the step.
+
+        Raises PolicyError if an observation or a reward is not finite.
+        """
         with threads(self._threads):
             observations, rewards, dones, infos = self.venv.step_wait()
         self._step += 1
@@ -110,10 +116,12 @@ class Watched(VecEnvWrapper):
 
 
 class Standardised(BaseFeaturesExtractor):
-    """(x - mean) / scale."""
+    """(x - mean) / scale, for observations [environments, features]."""
 
     mean: torch.Tensor
+    """[features]"""
     scale: torch.Tensor
+    """[features]"""
 
     def __init__(self, observation_space: spaces.Box, mean: torch.Tensor, scale: torch.Tensor) -> None:
         super().__init__(observation_space, len(mean))
@@ -151,7 +159,11 @@ def new_model(
     initial: Policy | None,
     standard: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> PPO:
-    """PPO whose actor begins as `initial`; `rate` gives the learning rate."""
+    """PPO (arXiv 1707.06347) whose actor begins as `initial`; `rate` gives the learning rate.
+
+    `standard`: a mean and a scale [features] of observations, where it begins anew. Raises PolicyError for an `initial`
+    of another shape, and for numbers that do not standardise.
+    """
     features, actions = environments.observation_space.shape[0], int(environments.action_space.n)
     if initial is not None:
         asked = {

@@ -85,6 +85,7 @@ class PPOConfig:
     checkpoint_seconds: float = 60.0
     """How often the state of the run is saved and the curves are drawn."""
     seed: int = 0
+    """Seed of everything that is random in it."""
 
     def __post_init__(self) -> None:
         for name in ("timesteps", "environments", "steps", "epochs"):

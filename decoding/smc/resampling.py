@@ -39,7 +39,8 @@ def _counts(weights: Weights, points: NDArray[np.float64]) -> Counts:
 
 
 def ancestors(counts: Counts) -> list[int]:
-    """The particle that each one goes on from. A particle that goes on at all stays where it is: fewest copies."""
+    """The particle that each one goes on from, for counts [N]. A particle that goes on at all stays where it is: fewest
+    copies."""
     left = counts.copy()
     out = list(range(len(counts)))
     left[counts > 0] -= 1

@@ -18,11 +18,11 @@ def normalized(log_weights: Weights) -> Weights:
 
 
 def effective_size(log_weights: Weights) -> float:
-    """Effective sample size in particles, from 1 to N: 1 / sum of squares of the normalized weights."""
+    """Effective sample size in particles, 1 to N, of log weights [N]: 1 / sum of squares of the normalized weights."""
     return float(1.0 / np.square(normalized(log_weights)).sum())
 
 
 def log_mean(log_weights: Weights) -> float:
-    """Log of the mean weight."""
+    """Log of the mean weight, of log weights [N]."""
     highest = log_weights.max()
     return float(highest + np.log(np.exp(log_weights - highest).mean()))

@@ -266,6 +266,7 @@ class Clock:
         self._told = False
 
     def tell(self, stage: str, done: float, total: float) -> None:
+        """Hear how far a stage is; print the minutes that are left of a long one."""
         now = time.monotonic()
         if stage != self._stage:
             self._stage, self._told, self._began, self._first = stage, False, now, done
@@ -286,6 +287,7 @@ class Teller:
         self._last = time.monotonic()
 
     def tell(self, record: Mapping[str, Any], over: bool) -> None:
+        """Print a record, if it is time for one; `over` says that its stage has ended."""
         now = time.monotonic()
         if record.get("stage") == "shares":
             notes.print(shares_table(record))

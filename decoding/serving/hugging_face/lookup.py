@@ -73,7 +73,7 @@ class GatedLookup(CandidateGenerator):
         return torch.cat([input_ids, input_ids.new_tensor([draft])], dim=1), None
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Nothing is learnt."""
+        """Nothing is learnt from the text [1, tokens] or the logits [1, drafted + 1, V]."""
 
     def _draft(self, length: int) -> list[int]:
         """Of a text of that length; the target adds a token of its own."""
@@ -98,7 +98,8 @@ def gated_lookup(
     probe: a folder, a hub id, the name of a shipped one, or loaded; at sites between blocks. tau, kappa: threshold
     and shortest suffix match; by default the probe's.
 
-    Raises ProbeError for a probe of another model, or at a site that `generate` does not hand out.
+    Raises ProbeError for a probe of another model, or at a site that `generate` does not hand out; ChoiceError for a
+    tau or kappa out of range.
     """
     one = probe if isinstance(probe, Probe) else Probe.from_pretrained(probe)
     check(one, model)

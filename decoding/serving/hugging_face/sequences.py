@@ -76,7 +76,10 @@ class Sequences:
         self._rests = any(hasattr(one, "eos_token_id") for one in criteria)
 
     def extend(self, rows: Sequence[int], logits: torch.Tensor) -> list[int]:
-        """Choose the next token of each of these rows from the target's logits [N, V]."""
+        """Choose the next token of each of these rows from the target's logits [N, V].
+
+        Raises torch.OutOfMemoryError where rows that must stay in step cannot.
+        """
         if self.in_step and not all(self.over(row) for row in range(self.rows) if row not in rows):
             raise torch.OutOfMemoryError(f"no memory for all {self.rows} rows, which must be in step: use fewer")
         tokens = [0] * len(rows)

@@ -100,7 +100,7 @@ class CopyProposer:
 
 
 def key(tokens: np.ndarray, length: int) -> Key:
-    """Length and last tokens of a context."""
+    """Length and last tokens of a context, the first `length` entries of tokens [capacity]."""
     return length, tokens[max(length - TAIL, 0) : length].tobytes()
 
 
