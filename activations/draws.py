@@ -4,6 +4,8 @@ A row's largest sum is found in two looks. The likeliest tokens get their noise 
 another token must reach, and hardly one can: for a token that is d below the bound the chance is at most exp(-d). Half
 of the noise's bits say which, and only those tokens get their whole noise. The outcome is bit for bit that of noise for
 every token.
+
+The bits come from a hash of the keys with the constants of C. Wellons' lowbias32 (hash-prospector).
 """
 
 from __future__ import annotations

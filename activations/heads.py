@@ -1,6 +1,8 @@
 """Attention heads: which of them look for what came before, and what the target does without some of them.
 
 Both look into the attention that `activations.attention` computes, and refuse a target with another one.
+
+Source: induction heads and their score on repeated random tokens, Olsson et al. 2022, arXiv 2209.11895.
 """
 
 from __future__ import annotations

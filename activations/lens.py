@@ -2,6 +2,8 @@
 
 A bridge changes the model that it wraps, so `Lens` wraps a copy. It is for analysis and for checking the hooks of
 `activations.sites`; decoding and capture read the target itself. TransformerLens is imported on first use (seconds).
+
+Source: TransformerLens, github.com/TransformerLensOrg/TransformerLens.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ same noise there: the sampled text does not depend on drafts, batch or schedulin
 
 Who must draw independently of the target (a drafter whose drafts are accepted by their probabilities, for one) draws
 from a stream of its own: another noise under the same keys.
+
+Sources: the Gumbel-max trick (Maddison et al. 2014, arXiv 1411.0030); shared noise for target and drafter (Daliri et
+al. 2024, arXiv 2408.07978).
 """
 
 from __future__ import annotations

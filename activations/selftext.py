@@ -9,6 +9,8 @@ benchmark file are dropped and counted.
 The states are kept as generation computes them, so the text costs one forward pass a token and no second one.
 The result is a capture store with selection `all`: a document's rows are contiguous and ordered, `loss_mask` is
 True where the target wrote the token.
+
+A target that writes the user's turn too: Magpie, arXiv 2406.08464.
 """
 
 from __future__ import annotations

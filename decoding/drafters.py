@@ -70,7 +70,8 @@ class Drafter(Protocol):
 
 class CopyDrafter:
     """Proposes what followed earlier occurrences of the last tokens: the matcher's candidates, merged into a trie.
-    Keeps a suffix index of each request on the host.
+    Keeps a suffix index of each request on the host. The numbers of candidates and tokens are SwitchSD's (arXiv
+    2609.20186).
 
     With a shared store, what finished requests wrote is a source too: where its match is longer than any in the
     context, its candidates come first. What a request has written enters the store when it is closed.

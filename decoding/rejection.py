@@ -1,4 +1,7 @@
-"""Rejection sampling: the classical verifier of chains that were drawn from a known law."""
+"""Rejection sampling: the classical verifier of chains that were drawn from a known law.
+
+Sources: Leviathan et al. 2022, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318.
+"""
 
 from __future__ import annotations
 

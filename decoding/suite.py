@@ -1,4 +1,7 @@
-"""The prompts of a benchmark and the groups that its numbers are reported in."""
+"""The prompts of a benchmark and the groups that its numbers are reported in.
+
+Source of the file format: Spec-Bench, arXiv 2401.07851.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The draft tree: what any drafter proposes and the verifier judges in one forward."""
+"""The draft tree: what any drafter proposes and the verifier judges in one forward.
+
+Verifying a tree in one forward: SpecInfer, arXiv 2305.09781.
+"""
 
 from __future__ import annotations
 

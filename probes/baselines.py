@@ -3,6 +3,8 @@
 A probe is worth its cost by what it adds to the features of the suffix match and of the last step's logits. All of
 those are known at the anchor, before the draft; the leak check is not, and shows what a score from one position later
 would reach.
+
+Sources: lookback ratios, arXiv 2407.07071; cosine of two states, PLD+, arXiv 2412.01447.
 """
 
 from __future__ import annotations

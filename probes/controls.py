@@ -2,6 +2,8 @@
 
 Each control is a probe of the same recipe on the same rows with one thing taken away, measured where the probe is: on
 the test rows that a gate asks about.
+
+Source: control tasks and selectivity, Hewitt and Liang 2019, arXiv 1909.03368.
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@ The pending token is fed as it stands, so the effect is measured on two predicti
 token at the anchor, and `next`, that of the candidate's first token behind it. The controls move the same state by
 the same distance along random directions. All versions of an anchor are branches of one tree forward, an
 unchanged one included, from which changes are counted.
+
+Sources: removing what a probe reads, Elazar et al. 2020, arXiv 2006.00995; interchange, Geiger et al. 2021, arXiv
+2106.02997.
 """
 
 from __future__ import annotations

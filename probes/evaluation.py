@@ -3,6 +3,8 @@
 Rows of one document are alike, so whole documents are drawn again, never rows. A drawn document counts as often as
 it was drawn: every resample is a weight a row, the scores are sorted once, and all metrics of all resamples are
 cumulative sums over that order.
+
+Source: the cluster bootstrap, Field and Welsh 2007 (J. R. Stat. Soc. B 69, 369-390).
 """
 
 from __future__ import annotations

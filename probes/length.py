@@ -9,6 +9,8 @@ so that a row takes part in step k only if it got there, and a censored row (its
 still agreed) simply takes part in no step after its last known one. Steps after `steps` share one hazard. Then
 
     P(length >= k) = h_1 ... h_k,    E[length] = sum over k of P(length >= k).
+
+Source: hazards in discrete time, Singer and Willett 1993 (J. Educ. Stat. 18, 155-195).
 """
 
 from __future__ import annotations

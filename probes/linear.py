@@ -4,6 +4,8 @@
 
 One scalar r makes `l2` mean the same at every site and in every target; the states are not centred. After the fit
 r is folded into `coef_`, so that reading a score costs one dot product with the raw state.
+
+SwitchSD's probe (arXiv 2609.20186) is this one without b.
 """
 
 from __future__ import annotations

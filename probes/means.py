@@ -1,4 +1,7 @@
-"""The difference of means: the direction from one class's mean state to the other's, found in one pass."""
+"""The difference of means: the direction from one class's mean state to the other's, found in one pass.
+
+Source: mass-mean probes, Marks and Tegmark 2023, arXiv 2310.06824.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,9 @@ One behaviour (`Matches` says which), three back ends: `SuffixIndex` on the host
 length of the context; `kernel.find_matches` on a GPU, without a host sync (it imports Triton, so it is imported where
 it is used); `reference.find_matches` in plain torch, for any other device. `DeviceMatcher` picks by device.
 `SharedStore` looks in other requests' finished texts.
+
+Copying from suffix matches is prompt lookup decoding (Saxena 2023); others look them up by a hash of the last tokens
+(CopySpec, arXiv 2502.08923) or in a suffix automaton (SAM-Decoding, arXiv 2411.10666).
 """
 
 from activations.matching.device import DeviceMatcher

@@ -1,4 +1,7 @@
-"""What finished texts say about how a text goes on: a store that requests share, scored by frequency."""
+"""What finished texts say about how a text goes on: a store that requests share, scored by frequency.
+
+Compare SuffixDecoding (arXiv 2411.04975), which does this with suffix trees.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Word problems from files in GSM8K's format."""
+"""Word problems from files in GSM8K's format.
+
+Source: Cobbe et al. 2021, arXiv 2110.14168.
+"""
 
 from __future__ import annotations
 

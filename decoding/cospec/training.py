@@ -7,6 +7,8 @@
 
 In the folder of a run: `branches/`, `warm/`, `ppo/`, and in the end the policy itself. A run that was interrupted goes
 on in the stage in which it was. Needs the extra `rl`; what comes of it needs torch alone.
+
+Source: CoSpec, arXiv 2605.24793, for what is decided; how it is learned is this project's.
 """
 
 from __future__ import annotations

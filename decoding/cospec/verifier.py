@@ -4,6 +4,8 @@ A kept draft lets the scan go on in the same block: what the target says after i
 the target's token ends the block, as it always does. After a block's last token the target's own follows.
 
 Unlike other modes, this one lets the draft compete for the first token of an answer too.
+
+Source: CoSpec, arXiv 2605.24793. The paper's policy, states and training are not public: these are this project's.
 """
 
 from __future__ import annotations

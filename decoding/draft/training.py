@@ -12,6 +12,9 @@ most frequent tokens of the text, the next tokens of this batch, and a sample of
 (each counts as many times as it was likely to be left out). Validation is over the whole vocabulary.
 
 One shard of a store is in memory at a time.
+
+Sources: distillation for speculative decoding, DistillSpec, arXiv 2310.08461; a sample of the output matrix, Jean et
+al. 2014, arXiv 1412.2007.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Of a head with one block a verified position only leaves a key and a value behind; queries, MLP and logits are
 computed for the newest row alone. Features of steps at which another drafter drafted wait until the next proposal
 (lazy catch-up), where they are fed in one call.
+
+Source: dynamic trees, EAGLE-2, arXiv 2406.16858.
 """
 
 from __future__ import annotations

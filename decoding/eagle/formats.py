@@ -11,6 +11,8 @@ norm_output -                    as named here              a norm before lm_hea
 
 A setting that the weights show is taken from the weights; where both speak and differ, that is an error. What can
 only be guessed is guessed as the format's own library does, with a `HeadWarning`.
+
+Sources: the repositories SafeAILab/EAGLE, vllm-project/speculators, sgl-project/SpecForge and NVIDIA/Model-Optimizer.
 """
 
 from __future__ import annotations

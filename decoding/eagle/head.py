@@ -4,8 +4,8 @@ Row i pairs the state of token i with the embedding of token i+1 and predicts to
 
 EAGLE-3 (arXiv 2503.01840): a row's state is several target states side by side, which `fc` maps to the head's
 width, or what the head gave at the row before. The first block reads the normed embedding beside the normed state.
-EAGLE-1 and -2 (arXiv 2401.15077): the state is the target's last normed one; `fc` maps embedding and state to the
-block's input, and the target's own output matrix gives the logits.
+EAGLE-1 and -2 (arXiv 2401.15077, 2406.16858): the state is the target's last normed one; `fc` maps embedding and
+state to the block's input, and the target's own output matrix gives the logits.
 
 Names are the published ones; `decoding.eagle.formats` reads the files.
 """

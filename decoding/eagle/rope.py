@@ -1,4 +1,7 @@
-"""Rotary positions, as a head's `config.json` asks for them."""
+"""Rotary positions, as a head's `config.json` asks for them.
+
+Sources: RoFormer, arXiv 2104.09864; YaRN, arXiv 2309.00071.
+"""
 
 from __future__ import annotations
 

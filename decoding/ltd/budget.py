@@ -1,4 +1,7 @@
-"""The budget that learned policies make: Learning to Draft at decoding time."""
+"""The budget that learned policies make: Learning to Draft at decoding time.
+
+Source: arXiv 2603.01639.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ the next.
 
 What is decoded is a source: `ReplaySource`, a log of whole trees with a cost table for a clock, or `LiveSource`, a
 target, its EAGLE head and the wall clock.
+
+Source: arXiv 2603.01639.
 """
 
 from __future__ import annotations

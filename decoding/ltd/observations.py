@@ -5,6 +5,8 @@ log-probabilities of the newest level, the size policy those of all levels, each
 the tree's depth, which give the two some weight among so many. `ranked` has the same knowledge in a form from which
 less must be learnt: scores from the best to the worst, as probabilities too, and the depth one-hot. `history` adds the
 pace of the text: how many tokens its last steps gave.
+
+Source: arXiv 2603.01639.
 """
 
 from __future__ import annotations

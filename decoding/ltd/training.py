@@ -10,6 +10,8 @@
 All of it replays the log, with a cost table for a clock: no model runs after the first stage. In the folder of a run:
 `log/`, a folder for each stage, and in the end the policies themselves. A run that was interrupted goes on in the stage
 in which it was. Needs the extra `rl`; what comes of it needs torch alone.
+
+Source: arXiv 2603.01639, which trains with the models running and not on a log.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The two batches of overlapped decoding: while one is verified, the other is drafted for."""
+"""The two batches of overlapped decoding: while one is verified, the other is drafted for.
+
+Source: MineDraft, arXiv 2603.18016.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Times of a step from published figures: bytes over bandwidth, or operations over peak, whichever takes longer."""
+"""Times of a step from published figures: bytes over bandwidth, or operations over peak, whichever takes longer.
+
+Source: Williams et al. 2009 (Commun. ACM 52, 65-76).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Overlapped decoding (MineDraft): two batches take turns, one being drafted for while the other is verified."""
+"""Overlapped decoding (MineDraft): two batches take turns, one being drafted for while the other is verified.
+
+Source: arXiv 2603.18016.
+"""
 
 from __future__ import annotations
 

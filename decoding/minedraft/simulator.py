@@ -3,6 +3,8 @@
 Both systems hold the same requests at a time, 2m. `sequential` drafts for all of them and then verifies all of them;
 `overlapped` drives the real `BatchManager`, with m in each batch. Times come from measured tables, from a cost table,
 or from a roofline of published figures. Requests accept the same lengths, step by step, in both.
+
+Source: MineDraft, arXiv 2603.18016.
 """
 
 from __future__ import annotations

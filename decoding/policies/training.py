@@ -7,6 +7,8 @@ run that was interrupted goes on to the same weights, bit by bit, as one that wa
 
     state.json, state-<iteration>.safetensors   what it goes on from: counters; weights and moments
     log.jsonl, curves.png, tensorboard/         how it went: a record an iteration
+
+Sources: PPO, arXiv 1707.06347; generalized advantage estimation, arXiv 1506.02438.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""How many tokens to draft between two weighings, chosen so that enough particles still count."""
+"""How many tokens to draft between two weighings, chosen so that enough particles still count.
+
+Source: the share of particles that count after K tokens, SMC-SD, arXiv 2604.15672.
+"""
 
 from __future__ import annotations
 

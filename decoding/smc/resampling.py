@@ -1,4 +1,7 @@
-"""Resampling: which particle each one goes on from, so that particle i is continued N W_i times on average."""
+"""Resampling: which particle each one goes on from, so that particle i is continued N W_i times on average.
+
+Source: Douc and Cappe 2005, arXiv cs/0507025.
+"""
 
 from __future__ import annotations
 

@@ -13,6 +13,8 @@ drawn by its weight. For finite N the text only nearly follows the target's law.
   again.
 - A single particle is never corrected: it follows q, with an exact token after every K.
 - A particle ends at a stop token or at the request's limit. Stop strings cut the request's text, not the particles.
+
+Source: SMC-SD, arXiv 2604.15672.
 """
 
 from __future__ import annotations

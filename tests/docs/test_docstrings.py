@@ -284,6 +284,40 @@ def test_the_packages_are_read(sources: Sources) -> None:
     assert len(found) > 1000
 
 
+SOURCES = {
+    "activations/labels.py": "2609.20186",  # SwitchSD
+    "activations/heads.py": "2209.11895",  # induction heads
+    "activations/lookback.py": "2407.07071",  # Lookback Lens
+    "activations/lens.py": "TransformerLens",
+    "activations/sampling.py": "1411.0030",  # the Gumbel-max trick
+    "activations/matching/__init__.py": "2411.10666",  # SAM-Decoding
+    "activations/matching/shared.py": "2411.04975",  # SuffixDecoding
+    "probes/calibration.py": "1706.04599",  # temperature, expected calibration error
+    "probes/controls.py": "1909.03368",  # control tasks
+    "probes/evaluation.py": "Field and Welsh 2007",  # the cluster bootstrap
+    "probes/linear.py": "2609.20186",
+    "probes/thresholds.py": "2609.20186",
+    "decoding/gates.py": "2609.20186",
+    "decoding/rejection.py": "2211.17192",
+    "decoding/tree.py": "2305.09781",  # SpecInfer
+    "decoding/eagle/head.py": "2503.01840",  # EAGLE-3
+    "decoding/eagle/drafter.py": "2406.16858",  # EAGLE-2
+    "decoding/eagle/training.py": "2503.01840",
+    "decoding/ltd/budget.py": "2603.01639",
+    "decoding/ltd/training.py": "2603.01639",
+    "decoding/cospec/verifier.py": "2605.24793",
+    "decoding/minedraft/simulator.py": "2603.18016",
+    "decoding/smc/verifier.py": "2604.15672",
+    "decoding/policies/ppo.py": "1707.06347",
+}
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_an_algorithm_names_its_source(sources: Sources, path: str) -> None:
+    """In the docstring of its module, or of a public part of it."""
+    assert any(SOURCES[path] in " ".join(unit.text.split()) for unit in sources.units() if unit.path == path)
+
+
 GOOD = '''
 """A module."""
 from __future__ import annotations
