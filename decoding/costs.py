@@ -53,7 +53,8 @@ class CostTable:
     widths: list[int]
     contexts: list[int]
     verify_ms: list[list[float]]
-    """[context][width]: one forward of that many tokens behind that many committed ones, and its choice."""
+    """A list for each context, an entry for each width: one forward of that many tokens behind that many committed
+    ones, and its choice."""
     draft_ms: dict[str, list[float]]
     """Drafter -> milliseconds to draft by depth 1, 2, ..."""
     probe_ms: float

@@ -31,6 +31,9 @@ MEASURED = re.compile(r"(?:^|_)(?:time|timeout|elapsed|duration|latency|latencie
 """Names of quantities that have a unit."""
 UNIT = re.compile(r"(?i)\b(?:seconds?|minutes?|hours?|milliseconds?|microseconds?|ms|µs|[sh]|bytes?|[kKMGT]i?B)\b")
 
+CODE = re.compile(r"`[^`]*`|^ {4}.*$", re.MULTILINE)
+LINK = re.compile(r"\[[^\[\]]*\][\[(]|^ {0,3}\[[^\[\]]*\]: *\S+ *$", re.MULTILINE)
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -263,7 +266,18 @@ def settings(sources: Sources) -> Iterator[str]:
                     yield f"{unit}.{name}: no docstring under the field"
 
 
-RULES: tuple[Rule, ...] = (docstring, shape, errors, unit_of_measure, settings)
+def links(sources: Sources) -> Iterator[str]:
+    """No shape reads as a link in Markdown: `[a][b]`, `[a](b)`, or `[a]: b` as a line. Code is left alone."""
+    for unit in sources.units():
+        texts = {str(unit): unit.text}
+        if isinstance(unit.node, ast.ClassDef):
+            texts |= {f"{unit}.{name}": text for name, _, text in fields(unit.node)}
+        for where, text in texts.items():
+            if found := LINK.search(CODE.sub("", text)):
+                yield f"{where}: {found[0]!r} is a link in Markdown"
+
+
+RULES: tuple[Rule, ...] = (docstring, shape, errors, unit_of_measure, settings, links)
 
 
 @pytest.fixture(scope="module")
@@ -382,6 +396,8 @@ def short(x: int) -> int:
         (errors, "    return x", "    return _checked(x)\n\n\ndef _checked(x):\n    raise ThingError('bad')"),
         (unit_of_measure, "Seconds.", "How long."),
         (settings, '    """Seconds."""', ""),
+        (links, "[rows, width]", "[rows, width][0]"),
+        (links, "Seconds.", "[rows]: seconds"),
     ],
 )
 def test_each_rule_can_fail(tmp_path: Path, rule: Rule, old: str, new: str) -> None:
