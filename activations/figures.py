@@ -62,7 +62,7 @@ def heat(
     limits: tuple[float, float],
     label: str = "AUC",
 ) -> None:
-    """A heat map of values [rows][columns], from the lower limit to the upper one; cells without a value stay empty.
+    """A heat map of values `[rows][columns]`, from the lower limit to the upper one; cells without a value stay empty.
 
     `label` names the values and their unit."""
     import matplotlib

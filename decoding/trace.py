@@ -188,7 +188,7 @@ class Trace:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a Parquet file, whole or not at all."""
+        """Write a Parquet file, whole or not at all. Raises ValueError for a name that ends as another kind of file."""
         if Path(path).suffix in (".csv", ".json", ".jsonl"):
             raise ValueError(f"a trace is a Parquet file: name {Path(path).name} {Path(path).stem}.parquet instead")
         import pyarrow as pa
