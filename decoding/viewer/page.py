@@ -1,0 +1,100 @@
+"""The page: markup, style, script and data in one file, which asks nothing of a network.
+
+Data goes in as JSON that holds no `<`, `>` or `&`, and the script only ever writes it as text. The page's own policy
+lets nothing but that script run and nothing be fetched.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from activations.figures import SOURCE_COLOURS
+from decoding.trace import Trace
+from decoding.viewer.data import trace_data
+
+SCRIPTS = ("base.js", "text.js", "arrows.js", "chart.js", "steps.js", "details.js", "compare.js", "main.js")
+LIGHT, DARK = "#ffffff", "#14181d"
+"""Backgrounds, as view.css has them."""
+STANDS_OUT = 3.0
+"""Contrast of a mark with the background; what is read has 4.5 or more."""
+
+
+def page(trace: Trace, name: str = "trace", text: int = 0) -> str:
+    """A trace as HTML. `text`: index of the text that is shown first."""
+    return _page(f"{name}: trace", {"traces": [trace_data(name, trace)], "text": text})
+
+
+def compared(first: Trace, second: Trace, names: tuple[str, str] = ("A", "B"), text: int = 0) -> str:
+    """Two traces side by side."""
+    traces = [trace_data(name, trace) for name, trace in zip(names, (first, second), strict=True)]
+    return _page(f"{names[0]} and {names[1]}: traces", {"traces": traces, "text": text})
+
+
+def _page(title: str, data: dict[str, Any]) -> str:
+    names = dict.fromkeys(name for trace in data["traces"] for name in trace["sources"])
+    script = "\n".join(_asset(name) for name in SCRIPTS)
+    script = f'(() => {{\n"use strict";\n{script}\n}})();'
+    parts = {
+        "title": html.escape(title),
+        "style": _asset("view.css") + colours(list(names)),
+        "script": script,
+        "hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        "data": as_script(data | {"looks": list(names)}),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("view.html"))
+
+
+def as_script(data: Any) -> str:
+    """JSON in ASCII that an HTML parser takes for text, whatever the strings in it."""
+    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def colours(sources: list[str]) -> str:
+    """A mark's colour for each drafter, light and dark: the project's own, moved away from the background until it
+    stands out."""
+    chosen = [SOURCE_COLOURS.get(source, SOURCE_COLOURS["other"]) for source in sources]
+    light = "".join(f"--s{i}:{distinct(c, LIGHT)};" for i, c in enumerate(chosen))
+    dark = "".join(f"--s{i}:{distinct(c, DARK)};" for i, c in enumerate(chosen))
+    uses = "".join(f".s{i}{{--own:var(--s{i})}}" for i in range(len(sources)))
+    return (
+        f":root{{{light}}}\n@media (prefers-color-scheme: dark){{:root:not([data-theme=light]){{{dark}}}}}\n"
+        f":root[data-theme=dark]{{{dark}}}\n{uses}\n"
+    )
+
+
+def distinct(colour: str, back: str) -> str:
+    """The colour, mixed with black or white as little as makes it stand out from `back`."""
+    aim = 255 if luminance(back) < 0.5 else 0
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    for share in range(0, 101, 4):
+        mixed = [round(c + (aim - c) * share / 100) for c in (red, green, blue)]
+        found = "#" + "".join(f"{c:02x}" for c in mixed)
+        if contrast(found, back) >= STANDS_OUT:
+            return found
+    raise AssertionError("black and white stand out from one another")
+
+
+def contrast(first: str, second: str) -> float:
+    """Contrast ratio of two colours `#rrggbb`, from 1 to 21 (WCAG 2.2)."""
+    low, high = sorted((luminance(first), luminance(second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of `#rrggbb` (WCAG 2.2)."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@cache
+def _asset(name: str) -> str:
+    return resources.files("decoding.viewer").joinpath("assets", name).read_text(encoding="utf-8")
