@@ -175,6 +175,12 @@ class Trace:
     def __iter__(self) -> Iterator[StepRecord]:
         return iter(self.records)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the viewer, inline."""
+        from decoding.viewer import inline
+
+        return inline(self)
+
     def _text(self, request: Request) -> TracedText:
         count = min(len(request.generated), len(request.sources))
         tokens = [*request.prompt, *request.generated[:count]]

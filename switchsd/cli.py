@@ -27,6 +27,7 @@ COMMANDS = {
     "head": "Check an EAGLE head against its target, and export it.",
     "evaluate": "Measure finished probes on a capture store.",
     "report": "Show evaluations as one HTML page.",
+    "view": "Show a trace as one HTML page: who drafted what, and why.",
     "causality": "Test whether the target uses what a probe reads.",
     "write": "Let the target write bulk text for training drafters.",
     "adapt": "Make a probe and a head for a target of your own.",

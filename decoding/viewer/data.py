@@ -22,18 +22,27 @@ def trace_data(name: str, trace: Trace) -> dict[str, Any]:
     """All of a trace, as values that JSON knows. `name`: what the page calls it."""
     records = trace.records
     told = {source for record in records for source in record.source} | {d for r in records for d in r.drafters}
-    told |= {source for text in trace.texts for source in text.sources}
+    kept = trace.texts
+    told |= {source for text in kept for source in text.sources}
     sources = [TARGET, *sorted(told - {TARGET})]
-    groups = _by_text(records, trace.texts)
+    groups = _by_text(records, kept)
+    place = {source: i for i, source in enumerate(sources)}
+    texts = [_text(records, rows, text) for rows, text in groups]
     ids = {token for record in records for token in (*record.tokens, record.pending)}
     return {
         "name": name,
         "about": _about(trace),
         "sources": sources,
-        "strings": {str(token): trace.string(token) for token in sorted(ids)} if trace.texts else {},
-        "texts": [_text(records, rows, text, sources) for rows, text in groups],
+        "strings": {str(token): trace.string(token) for token in sorted(ids)} if kept else {},
+        "texts": [text | {"source": [place[source] for source in text["source"]]} for text in texts],
         "steps": _columns(records, groups, sources),
     }
+
+
+def summaries(trace: Trace) -> list[dict[str, Any]]:
+    """The numbers of each text, as `summary` says."""
+    groups = _by_text(trace.records, trace.texts)
+    return [_text(trace.records, rows, text)["summary"] for rows, text in groups]
 
 
 def summary(records: Sequence[StepRecord], written: int) -> dict[str, Any]:
@@ -104,6 +113,8 @@ def _by_text(records: Sequence[StepRecord], texts: Sequence[TracedText]) -> list
     if texts:
         rows: list[list[int]] = [[] for _ in texts]
         for row, record in enumerate(records):
+            if not 0 <= record.text < len(texts):
+                raise ValueError(f"step {row} of the trace is of text {record.text}; it holds {len(texts)} texts")
             rows[record.text].append(row)
         return list(zip(rows, texts, strict=True))
     found: list[list[int]] = []
@@ -122,27 +133,25 @@ def _by_text(records: Sequence[StepRecord], texts: Sequence[TracedText]) -> list
     return [(one, None) for one in found]
 
 
-def _text(
-    records: Sequence[StepRecord], rows: Sequence[int], text: TracedText | None, sources: Sequence[str]
-) -> dict[str, Any]:
+def _text(records: Sequence[StepRecord], rows: Sequence[int], text: TracedText | None) -> dict[str, Any]:
     mine = [records[row] for row in rows]
     first = mine[0] if mine else None
     if text is None:
         start, ids = _known(mine)
-        prompt, pieces, mode = 0, [f"#{token}" for token in ids], first.mode if first else ""
+        prompt, pieces = 0, [f"#{token}" for token in ids]
     else:
         start, ids = 0, [*text.prompt, *text.tokens]
-        prompt, pieces, mode = len(text.prompt), list(text.pieces), text.mode
+        prompt, pieces = len(text.prompt), list(text.pieces)
     by, node = _writers(records, rows, ids, start)
     given = text.sources if text is not None else None
     source = []
     for place, (row, at) in enumerate(zip(by[prompt:], node[prompt:], strict=True)):
         name = given[place] if given is not None else records[row].source[at] if at != NONE else TARGET
-        source.append(sources.index(name))
+        source.append(name)
     written = sum(row != NONE for row in by[prompt:])
     return {
         "request": text.request if text is not None else first.request if first else 0,
-        "mode": mode,
+        "mode": first.mode if first else "",
         "known": text is not None,
         "start": start,
         "prompt": prompt,

@@ -15,13 +15,19 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from activations.figures import SOURCE_COLOURS
+from activations.figures import COLOURS, SOURCE_COLOURS
 from decoding.trace import Trace
 from decoding.viewer.data import trace_data
 
 SCRIPTS = ("base.js", "text.js", "arrows.js", "chart.js", "steps.js", "details.js", "compare.js", "main.js")
+OTHER = COLOURS[4]
+"""Of a drafter that has no colour of its own."""
 LIGHT, DARK = "#ffffff", "#14181d"
 """Backgrounds, as view.css has them."""
+HEAVY = 3_000_000
+"""Most letters of a page inside a notebook."""
+INLINE_HEIGHT = 900
+"""Pixels."""
 STANDS_OUT = 3.0
 """Contrast of a mark with the background; what is read has 4.5 or more."""
 
@@ -37,13 +43,31 @@ def compared(first: Trace, second: Trace, names: tuple[str, str] = ("A", "B"), t
     return _page(f"{names[0]} and {names[1]}: traces", {"traces": traces, "text": text})
 
 
+def inline(trace: Trace) -> str:
+    """A trace inside another page, which it cannot touch: for notebooks. The last text is shown first. A page that
+    would make the notebook heavy is not put in."""
+    if not len(trace) and not trace.texts:
+        return "<p>An empty trace: nothing was generated yet.</p>"
+    made = page(trace, text=max(len(trace.texts) - 1, 0))
+    if len(made) > HEAVY:
+        return (
+            f"<p>A trace of {len(trace)} steps, too long to be shown inside a notebook: "
+            "<code>trace.save(&quot;steps.parquet&quot;)</code>, then <code>switchsd view steps.parquet</code>.</p>"
+        )
+    shown = html.escape(made, quote=True)
+    return (
+        f'<iframe srcdoc="{shown}" sandbox="allow-scripts" title="The trace, step by step" '
+        f'style="width: 100%; height: {INLINE_HEIGHT}px; border: 1px solid #80808080; border-radius: 6px"></iframe>'
+    )
+
+
 def _page(title: str, data: dict[str, Any]) -> str:
     names = dict.fromkeys(name for trace in data["traces"] for name in trace["sources"])
-    script = "\n".join(_asset(name) for name in SCRIPTS)
+    script = "\n".join(_slim(_asset(name)) for name in SCRIPTS)
     script = f'(() => {{\n"use strict";\n{script}\n}})();'
     parts = {
         "title": html.escape(title),
-        "style": _asset("view.css") + colours(list(names)),
+        "style": _slim(_asset("view.css")) + colours(list(names)),
         "script": script,
         "hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         "data": as_script(data | {"looks": list(names)}),
@@ -60,7 +84,7 @@ def as_script(data: Any) -> str:
 def colours(sources: list[str]) -> str:
     """A mark's colour for each drafter, light and dark: the project's own, moved away from the background until it
     stands out."""
-    chosen = [SOURCE_COLOURS.get(source, SOURCE_COLOURS["other"]) for source in sources]
+    chosen = [SOURCE_COLOURS.get(source, OTHER) for source in sources]
     light = "".join(f"--s{i}:{distinct(c, LIGHT)};" for i, c in enumerate(chosen))
     dark = "".join(f"--s{i}:{distinct(c, DARK)};" for i, c in enumerate(chosen))
     uses = "".join(f".s{i}{{--own:var(--s{i})}}" for i in range(len(sources)))
@@ -93,6 +117,11 @@ def luminance(colour: str) -> float:
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def _slim(text: str) -> str:
+    """Without indents and lines that are comments. No string in the assets goes over a line's end."""
+    return "\n".join(line for line in map(str.strip, text.splitlines()) if line and not line.startswith("//"))
 
 
 @cache
