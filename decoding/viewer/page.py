@@ -66,7 +66,7 @@ def _page(title: str, data: dict[str, Any]) -> str:
     script = "\n".join(_slim(_asset(name)) for name in SCRIPTS)
     script = f'(() => {{\n"use strict";\n{script}\n}})();'
     parts = {
-        "title": html.escape(title),
+        "title": html.escape(title.encode("utf-8", "replace").decode()),  # names of files may be no text
         "style": _slim(_asset("view.css")) + colours(list(names)),
         "script": script,
         "hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),

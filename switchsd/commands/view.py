@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from switchsd.options import UsageError, check_output
-from switchsd.show import AsJson, as_json, bar, out
+from switchsd.show import AsJson, as_json, bar, counted, out
 
 
 def view(
@@ -19,7 +19,9 @@ def view(
     ],
     compare: Annotated[bool, typer.Option("--compare", help="Show two traces side by side.")] = False,
     file: Annotated[Path, typer.Option("--out", help="The page.")] = Path("trace.html"),
-    text: Annotated[int | None, typer.Option(help="Which text is shown first, from 1; the last one by default.")] = None,
+    text: Annotated[
+        int | None, typer.Option(help="Which text is shown first, from 1; the last one by default.")
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Show a trace as one HTML page that needs nothing else: the text, who drafted each token, and every step."""
@@ -29,7 +31,8 @@ def view(
         raise UsageError(f"{len(traces)} traces are named: add --compare to show two side by side")
     for trace in traces:
         if not trace.is_file():
-            raise UsageError(f"{trace} is not there: name a trace that `switchsd generate --trace` wrote")
+            wrong = "is no file" if trace.exists() else "is not there"
+            raise UsageError(f"{trace} {wrong}: name a trace that `switchsd generate --trace` wrote")
         if file.resolve() == trace.resolve():
             raise UsageError(f"--out is {file}, which is read: choose another name for the page")
     if compare and traces[0].resolve() == traces[1].resolve():
@@ -44,8 +47,9 @@ def view(
         told = [summaries(trace) for trace in read]
     count = max(len(one) for one in told)
     if text is not None and not 1 <= text <= count:
-        raise UsageError(f"--text is {text}; {'the traces hold' if compare else 'the trace holds'} texts 1 to {count}")
-    first = (count if text is None else text) - 1
+        held = f"holds {counted(count, 'text')}: say 1 to {count}" if count else "holds no texts: leave --text out"
+        raise UsageError(f"--text is {text}; the trace {held}")
+    first = max((count if text is None else text) - 1, 0)
     with bar("writing"):
         names = [trace.name for trace in traces]
         if compare:

@@ -29,7 +29,7 @@ function tiles(side) {
     ["steps that copied", share(s.copied, s.rows), `${s.copied} of ${s.rows}`, "Steps in which the gate asked for a copy"],
     ["drafted tokens kept", share(total(s.kept), total(s.drafted)), who.map((name) => `${name} ${s.kept[name] ?? 0} of ${s.drafted[name]}`).join(", ") || "nothing drafted", "Of a tree, at most one path can be kept"],
     ["false copies", s.copied ? share(s.false_copies, s.copied) : "–", s.copied ? `${s.false_copies} of ${s.copied}` : "no copies", "Steps that copied and kept no drafted token"],
-    ["ms per step", number((s.draft_ms ?? 0) + (s.verify_ms ?? 0) + (s.rest_ms ?? 0), 1), s.steps ? `draft ${number(s.draft_ms, 1)}, verify ${number(s.verify_ms, 1)}, rest ${number(s.rest_ms, 1)}` : "", "Means. Draft: the drafters. Verify: the target's forward and the verifier. Rest: gate, masks, commit, text"],
+    ["ms per step", s.steps ? number(s.draft_ms + s.verify_ms + s.rest_ms, 1) : "–", s.steps ? `draft ${number(s.draft_ms, 1)}, verify ${number(s.verify_ms, 1)}, rest ${number(s.rest_ms, 1)}` : "", "Means. Draft: the drafters. Verify: the target's forward and the verifier. Rest: gate, masks, commit, text"],
     many && ["particles", String(new Set(side.rows.map((row) => side.get("particle", row))).size), "texts side by side", "One of them is chosen at the end; its steps are those marked in the text"],
     side.trace.steps.kept && ["against the target", String(s.against_target), "drafted tokens", "An arbiter kept the draft's token where the target would have written another"],
   ].filter((tile) => tile && tile[1] !== undefined);
@@ -44,7 +44,7 @@ function tiles(side) {
 function settings() {
   const parts = sides.filter((side) => side.trace.about).map((side) => {
     const { settings: modes, sampling, site, label, kappa, tau } = side.trace.about;
-    const told = Object.entries({ site, label, kappa, tau, ...sampling, ...modes }).filter(([, value]) => value !== null);
+    const told = Object.entries({ ...modes, ...sampling, site, label, kappa, tau }).filter(([, value]) => value !== null);
     const list = make("dl", "facts", ...told.map(([name, value]) => make("div", "", make("dt", "", name), make("dd", "", String(value)))));
     return make("details", "", make("summary", "", two ? `Settings of ${side.letter}` : "Settings"), list);
   });
@@ -115,8 +115,8 @@ function showText(index) {
     side.show(index);
     panels[i].show();
     const letter = two ? `${side.letter}: ` : "";
-    if (!side.rows.length) note(`${letter}no steps were recorded.`);
-    else if (!side.text.known) note(`${letter}this trace holds no text: it was written by an earlier version, which kept the steps alone. Write it again with \`switchsd generate --trace\` or \`decoder.trace.save\` to see the text.`);
+    if (!side.rows.length) note(`${letter}No steps were recorded.`);
+    else if (!side.text.known) note(`${letter}This trace holds no text: it was written by an earlier version, which kept the steps alone. Generate it again (switchsd generate --trace, or decoder.trace.save) to see the text.`);
   });
   if (two) {
     compareTexts();
@@ -224,7 +224,7 @@ if (choices > 1) {
   by("chooser").hidden = false;
   for (let i = 0; i < choices; i++) {
     const text = sides[0].trace.texts[i] ?? sides[1].trace.texts[i];
-    const begins = text.pieces.slice(text.prompt, text.prompt + 12).map(seen).join("").replace(/\s+/g, " ").trim().slice(0, 40);
+    const begins = !text.known ? "" : text.pieces.slice(text.prompt, text.prompt + 12).map(seen).join("").replace(/\s+/g, " ").trim().slice(0, 40);
     by("texts").append(new Option(`${i + 1} of ${choices}${begins ? `: ${begins}…` : ""}`, String(i)));
   }
   by("texts").addEventListener("change", (event) => showText(Number(event.target.value)));

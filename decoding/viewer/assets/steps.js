@@ -63,7 +63,7 @@ class StepTable {
       ["kept", "kept", 66, (row) => side.get("accepted", row).length, null, "Accepted length"],
       side.trace.steps.kept && ["against", "against target", 126, (row) => side.get("kept", row).length, null, "Drafted tokens that an arbiter kept against the target"],
       ["written", "written", 260, words, words, "The accepted tokens, and the target's own after them"],
-      ["reason", "reason", 170, (row) => side.trace.steps.reasons[side.get("reason", row)], null, "Why, in the gate's words"],
+      ["reason", "reason", 200, (row) => side.trace.steps.reasons[side.get("reason", row)], null, "Why, in the gate's words"],
       has("intent") && ["intent", "intent", 80, (row) => side.intent(row), plain("intent", 3), "Copy intent: the probe's output at the anchor"],
       ["match", "match", 80, (row) => side.get("match_length", row), null, "Length of the longest suffix match; 0 = none"],
       ["position", "position", 88, (row) => side.get("position", row), null, "Index of the pending token that the step began from"],

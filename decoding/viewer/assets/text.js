@@ -93,7 +93,8 @@ class TextPanel {
     this.host.scrollTop = 0;
     this.root.classList.toggle("short", pieces.length < 400);
     const generated = pieces.length - prompt;
-    const label = `${DATA.traces.length > 1 ? `${this.side.letter}: ` : ""}${text.mode || "text"}, ${counted(prompt, "prompt token")}, ${generated} generated`;
+    const known = text.known ? `${counted(prompt, "prompt token")}, ${generated} generated` : `${counted(generated, "token")} by their ids`;
+    const label = `${DATA.traces.length > 1 ? `${this.side.letter}: ` : ""}${text.mode || "text"}, ${known}`;
     this.told.textContent = pieces.length ? label : `${text.mode}: the text was not kept`;
     this.host.setAttribute("aria-label", label);
     this.root.hidden = pieces.length === 0;
