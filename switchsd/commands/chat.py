@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -83,6 +84,8 @@ def chat(
             notes.print(f"{conversation.reused} of {conversation.prompt_tokens} prompt tokens were there already")
         if trace is not None:
             decoder.trace.save(trace)
+            if not json:
+                notes.print(f"{trace}: switchsd view {quote(str(trace))} shows it")
 
 
 def _lines() -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -66,6 +67,8 @@ def generate(
         interrupted, cut = show_events(decoder, decoder.stream(messages, **options), mode)
     if trace is not None:
         decoder.trace.save(trace)
+        if not json:
+            notes.print(f"{trace}: switchsd view {quote(str(trace))} shows it")
     if interrupted:
         raise KeyboardInterrupt
     if cut:

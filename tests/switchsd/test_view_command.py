@@ -27,6 +27,13 @@ def traces(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return found[0], found[1]
 
 
+def test_generate_says_how_to_see_its_trace(tiny_folder: Path, tmp_path: Path, run: Run) -> None:
+    file = tmp_path / "a trace.parquet"
+    common = ["generate", "abab", "--target", tiny_folder, "--mode", "ar", "--max-new-tokens", "4", "--trace", file]
+    assert f"switchsd view '{file}' shows it" in run(*common)[2]
+    assert "view" not in run(*common, "--json")[2]
+
+
 def data(file: Path) -> dict[str, object]:
     text = file.read_text(encoding="utf-8")
     begin = text.index('id="data">') + len('id="data">')

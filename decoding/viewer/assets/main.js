@@ -160,9 +160,10 @@ function help() {
     ["false copy", "a step that copied and kept nothing"],
   ];
   const list = (lines, key) => make("dl", "", ...lines.flatMap(([name, text]) => [make("dt", "", key ? make("kbd", "", name) : name), make("dd", "", text)]));
+  const numbers = [...document.querySelectorAll(".tiles dl")].map((tile) => [tile.firstChild.textContent, tile.title]);
   const title = make("h2", "", "Keys");
   title.id = "help-title";
-  by("help").replaceChildren(title, list(keys, true), make("h2", "", "Words"), list(words, false), button("Close", () => by("help").close()));
+  by("help").replaceChildren(title, list(keys, true), make("h2", "", "Words"), list(words, false), ...(numbers.length ? [make("h2", "", "Numbers"), list(numbers, false)] : []), button("Close", () => by("help").close()));
 }
 
 // -- light and dark -----------------------------------------------------------------------------------
@@ -241,9 +242,9 @@ if (two) {
 by("theme").addEventListener("click", turn);
 by("ask").addEventListener("click", () => by("help").showModal());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", curve.later);
-help();
 legend();
 settings();
 by("texts").value = String(Math.min(DATA.text, choices - 1));
 showText(Math.max(0, Math.min(DATA.text, choices - 1)));
+help();
 theme(remembered() ?? "");
