@@ -175,6 +175,10 @@ class Trace:
     def __iter__(self) -> Iterator[StepRecord]:
         return iter(self.records)
 
+    def __repr__(self) -> str:
+        texts = len(self._read) + len(self._requests)
+        return f"<Trace: steps {len(self)}, texts {texts}>"
+
     def _repr_html_(self) -> str:
         """What a notebook shows: the viewer, inline."""
         from decoding.viewer import inline

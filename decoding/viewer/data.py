@@ -19,7 +19,8 @@ NONE = -1
 
 
 def trace_data(name: str, trace: Trace) -> dict[str, Any]:
-    """All of a trace, as values that JSON knows. `name`: what the page calls it."""
+    """All of a trace, as values that JSON knows. `name`: what the page calls it. Raises ValueError for a step whose
+    text the trace does not hold."""
     records = trace.records
     told = {source for record in records for source in record.source} | {d for r in records for d in r.drafters}
     kept = trace.texts
@@ -35,12 +36,19 @@ def trace_data(name: str, trace: Trace) -> dict[str, Any]:
         "sources": sources,
         "strings": {str(token): trace.string(token) for token in sorted(ids)} if kept else {},
         "texts": [text | {"source": [place[source] for source in text["source"]]} for text in texts],
-        "steps": _columns(records, groups, sources),
+        "steps": _columns(records, sources),
     }
 
 
+def opening(trace: Trace) -> int:
+    """Index of the text that is shown first where nobody says: of a chat the last turn, of several requests the first
+    one's."""
+    requests = [text.request for text in trace.texts]
+    return max((i for i, request in enumerate(requests) if request == requests[0]), default=0)
+
+
 def summaries(trace: Trace) -> list[dict[str, Any]]:
-    """The numbers of each text, as `summary` says."""
+    """The numbers of each text, as `summary` says. Raises ValueError for a step whose text the trace does not hold."""
     groups = _by_text(trace.records, trace.texts)
     return [_text(trace.records, rows, text)["summary"] for rows, text in groups]
 
@@ -135,7 +143,6 @@ def _by_text(records: Sequence[StepRecord], texts: Sequence[TracedText]) -> list
 
 def _text(records: Sequence[StepRecord], rows: Sequence[int], text: TracedText | None) -> dict[str, Any]:
     mine = [records[row] for row in rows]
-    first = mine[0] if mine else None
     if text is None:
         start, ids = _known(mine)
         prompt, pieces = 0, [f"#{token}" for token in ids]
@@ -150,8 +157,7 @@ def _text(records: Sequence[StepRecord], rows: Sequence[int], text: TracedText |
         source.append(name)
     written = sum(row != NONE for row in by[prompt:])
     return {
-        "request": text.request if text is not None else first.request if first else 0,
-        "mode": first.mode if first else "",
+        "mode": mine[0].mode if mine else "",
         "known": text is not None,
         "start": start,
         "prompt": prompt,
@@ -223,19 +229,12 @@ def _matched(record: StepRecord, ids: Sequence[int], start: int) -> bool:
 # -- columns -----------------------------------------------------------------------------------------
 
 
-def _columns(
-    records: Sequence[StepRecord], groups: Sequence[tuple[list[int], TracedText | None]], sources: Sequence[str]
-) -> dict[str, Any]:
+def _columns(records: Sequence[StepRecord], sources: Sequence[str]) -> dict[str, Any]:
     place = {source: i for i, source in enumerate(sources)}
     reasons = list(dict.fromkeys(r.reason for r in records))
     reason = {text: i for i, text in enumerate(reasons)}
-    text = [0] * len(records)
-    for i, (rows, _) in enumerate(groups):
-        for row in rows:
-            text[row] = i
     return {
         "reasons": reasons,
-        "text": text,
         "step": [r.step for r in records],
         "start": [_number(r.start, 6) for r in records],
         "position": [r.position for r in records],

@@ -17,7 +17,7 @@ from typing import Any
 
 from activations.figures import COLOURS, SOURCE_COLOURS
 from decoding.trace import Trace
-from decoding.viewer.data import trace_data
+from decoding.viewer.data import opening, trace_data
 
 SCRIPTS = ("base.js", "text.js", "arrows.js", "chart.js", "steps.js", "details.js", "compare.js", "main.js")
 OTHER = COLOURS[4]
@@ -32,23 +32,27 @@ STANDS_OUT = 3.0
 """Contrast of a mark with the background; what is read has 4.5 or more."""
 
 
-def page(trace: Trace, name: str = "trace", text: int = 0) -> str:
-    """A trace as HTML. `text`: index of the text that is shown first."""
-    return _page(f"{name}: trace", {"traces": [trace_data(name, trace)], "text": text})
+def page(trace: Trace, name: str = "trace", text: int | None = None) -> str:
+    """A trace as HTML. `text`: index of the text that is shown first; by default the last turn of a chat, or the first
+    of several requests. Raises ValueError for a step whose text the trace does not hold."""
+    shown = opening(trace) if text is None else text
+    return _page(f"{name}: trace", {"traces": [trace_data(name, trace)], "text": shown})
 
 
-def compared(first: Trace, second: Trace, names: tuple[str, str] = ("A", "B"), text: int = 0) -> str:
-    """Two traces side by side."""
+def compared(first: Trace, second: Trace, names: tuple[str, str] = ("A", "B"), text: int | None = None) -> str:
+    """Two traces side by side, otherwise as `page`; what is shown first is the first one's choice. Raises ValueError
+    for a step whose text its trace does not hold."""
     traces = [trace_data(name, trace) for name, trace in zip(names, (first, second), strict=True)]
-    return _page(f"{names[0]} and {names[1]}: traces", {"traces": traces, "text": text})
+    shown = opening(first) if text is None else text
+    return _page(f"{names[0]} and {names[1]}: traces", {"traces": traces, "text": shown})
 
 
 def inline(trace: Trace) -> str:
-    """A trace inside another page, which it cannot touch: for notebooks. The last text is shown first. A page that
-    would make the notebook heavy is not put in."""
+    """A trace inside another page, which it cannot touch: for notebooks. A page that would make the notebook heavy is
+    not put in. Raises ValueError for a step whose text the trace does not hold."""
     if not len(trace) and not trace.texts:
         return "<p>An empty trace: nothing was generated yet.</p>"
-    made = page(trace, text=max(len(trace.texts) - 1, 0))
+    made = page(trace)
     if len(made) > HEAVY:
         return (
             f"<p>A trace of {len(trace)} steps, too long to be shown inside a notebook: "

@@ -19,9 +19,7 @@ def view(
     ],
     compare: Annotated[bool, typer.Option("--compare", help="Show two traces side by side.")] = False,
     file: Annotated[Path, typer.Option("--out", help="The page.")] = Path("trace.html"),
-    text: Annotated[
-        int | None, typer.Option(help="Which text is shown first, from 1; the last one by default.")
-    ] = None,
+    text: Annotated[int | None, typer.Option(help="Which text is shown first, from 1.")] = None,
     json: AsJson = False,
 ) -> None:
     """Show a trace as one HTML page that needs nothing else: the text, who drafted each token, and every step."""
@@ -49,7 +47,7 @@ def view(
     if text is not None and not 1 <= text <= count:
         held = f"holds {counted(count, 'text')}: say 1 to {count}" if count else "holds no texts: leave --text out"
         raise UsageError(f"--text is {text}; the trace {held}")
-    first = max((count if text is None else text) - 1, 0)
+    first = None if text is None else text - 1
     with bar("writing"):
         names = [trace.name for trace in traces]
         if compare:

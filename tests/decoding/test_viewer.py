@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from made_traces import WORDS, made, particles, write
 
 from activations.figures import SOURCE_COLOURS
+from decoding.request import Request
 from decoding.trace import StepRecord, Trace
 from decoding.viewer import compared, inline, page
 from decoding.viewer import page as page_module  # the function, by which the module is hidden
-from decoding.viewer.data import NONE, summaries, trace_data
+from decoding.viewer.data import NONE, opening, summaries, trace_data
 from decoding.viewer.page import DARK, HEAVY, LIGHT, _asset, as_script, colours, contrast, distinct
 
 SEEDS = range(5)
@@ -168,6 +169,17 @@ def test_a_trace_without_steps() -> None:
     assert "empty trace" in inline(Trace())
 
 
+def test_the_text_that_is_shown_first() -> None:
+    def of(*requests: int) -> Trace:
+        trace = Trace()
+        for number in requests:
+            trace.begin(Request(number, [1]))
+        return trace
+
+    assert [opening(of(*r)) for r in ([], [3], [3, 3, 3], [0, 1, 2], [5, 5, 6])] == [0, 0, 2, 0, 1]
+    assert repr(of(1, 2)) == "<Trace: steps 0, texts 2>"
+
+
 def test_a_step_of_a_text_that_is_not_there_is_named() -> None:
     trace, _ = made(tokens=20)
     trace.records[2] = replace(trace.records[2], text=4)
@@ -284,7 +296,7 @@ def test_a_notebook_shows_the_same_page_in_a_frame() -> None:
     shown = trace._repr_html_()
     frame = re.fullmatch(r'<iframe srcdoc="([^"]*)" sandbox="allow-scripts" [^<>]*></iframe>', shown, re.S)
     assert frame is not None
-    assert html.unescape(frame[1]) == page(trace, text=1)
+    assert html.unescape(frame[1]) == page(trace)
 
 
 def test_a_notebook_is_spared_a_heavy_page(monkeypatch: pytest.MonkeyPatch) -> None:

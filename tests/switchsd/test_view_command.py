@@ -70,13 +70,13 @@ def test_which_text_is_first(tmp_path: Path, run: Run) -> None:
     from decoding.request import Request
 
     trace = Trace()
-    for number in range(3):
+    for number in (4, 4, 5):  # two turns of a chat, and something else
         request = Request(number, [1, 2])
         request.tokens, request.sources = [1, 2, 3], ["target"]
         trace.begin(request)
     trace.save(tmp_path / "t.parquet")
     page = tmp_path / "page.html"
-    for options, first in (([], 2), (["--text", 1], 0), (["--text", 3], 2)):
+    for options, first in (([], 1), (["--text", 1], 0), (["--text", 3], 2)):
         assert run("view", tmp_path / "t.parquet", "--out", page, *options)[0] == OK
         assert data(page)["text"] == first
     for wrong in (0, 4, -1):

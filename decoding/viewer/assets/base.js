@@ -143,7 +143,7 @@ class Side {
   }
 }
 
-const NOTHING = { request: 0, mode: "", known: true, start: 0, prompt: 0, pieces: [], source: [], by: [], node: [], rows: [], matched: [],
+const NOTHING = { mode: "", known: true, start: 0, prompt: 0, pieces: [], source: [], by: [], node: [], rows: [], matched: [],
   summary: { written: 0, steps: 0, rows: 0, seconds: 0, copied: 0, false_copies: 0, drafted: {}, kept: {}, against_target: 0 } };
 
 // Work that may wait for the next frame, once.
