@@ -1,6 +1,5 @@
 // What all parts share: the data, small makers of elements, and how numbers and tokens are written.
 const DATA = JSON.parse(document.getElementById("data").textContent);
-const TARGET = 0;
 const STROKES = { copy: 0, eagle: 1, draft: 2 };
 const WHO = { target: "the target itself", copy: "copied", eagle: "EAGLE head", draft: "draft model" };
 

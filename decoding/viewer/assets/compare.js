@@ -34,7 +34,6 @@ class TwoCurve extends Curve {
       const end = this.lines[i].at(-1);
       return `${side.letter}: ${end ? `${end.tokens} tokens in ${end.seconds.toFixed(2)} seconds` : "no steps"}`;
     }).join("; "));
-    this.root.style.setProperty("--tall", "240px");
     this.canvas.style.height = "250px";
     this.later();
   }
