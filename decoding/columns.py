@@ -87,7 +87,7 @@ class ModeColumn:
         records = self.decoder.trace.records
         return Answer(
             tokens=list(generation.tokens),
-            decoded=len(generation.tokens) - 1,
+            decoded=generation.decoded,
             steps=generation.steps,
             first_token_seconds=generation.first_token_seconds,
             decode_seconds=generation.decode_seconds,

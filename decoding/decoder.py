@@ -54,17 +54,24 @@ class Generation:
     first_token_seconds: float
     """From the call (in a batch, from the request's admission) to the first token."""
     decode_seconds: float
-    """From the first token to the last; requests decoded together share their seconds."""
+    """From the end of prefill to the last token; requests decoded together share their seconds."""
+    prefilled: int = 1
+    """Tokens that prefill gave: 1, or 0 where drafts compete for the first one too (mode cospec)."""
+
+    @property
+    def decoded(self) -> int:
+        """Tokens that steps gave."""
+        return max(len(self.tokens) - self.prefilled, 0)
 
     @property
     def tokens_per_second(self) -> float:
-        """After prefill: the first token and its time do not count."""
-        return (len(self.tokens) - 1) / self.decode_seconds if self.decode_seconds > 0 else 0.0
+        """After prefill: what it gave and its time do not count."""
+        return self.decoded / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
     @property
     def tokens_per_step(self) -> float:
         """Accepted length + 1, on average."""
-        return (len(self.tokens) - 1) / self.steps if self.steps else 0.0
+        return self.decoded / self.steps if self.steps else 0.0
 
     @property
     def copy_share(self) -> float:
@@ -109,6 +116,7 @@ class _Progress:
     request: Request
     text: TextStream
     began: float
+    prefilled: int
     first: float = 0.0
     last: float = 0.0
     steps: int = 0
@@ -326,13 +334,14 @@ class Decoder:
         """The events of requests in an engine's rows. Calls from several threads take turns, a step at a time: they
         share the target and the drafters."""
         running = {} if running is None else running
-        began = perf_counter()
+        began, prefilled = perf_counter(), int(not engine.plan.verifier.opens)
         scheduler = (OverlappedScheduler if engine.plan.overlapped else SequentialScheduler)(engine)
 
         def admitted() -> Iterator[Request]:
             for request in requests:
                 start = began if not running else perf_counter()
-                running[request.number] = _Progress(request, TextStream(self.target, request.stop), start)
+                text = TextStream(self.target, request.stop)
+                running[request.number] = _Progress(request, text, start, prefilled)
                 yield request
 
         out: dict[int, list[Event]] = {}
@@ -418,6 +427,7 @@ class Decoder:
             cut=progress.cut,
             first_token_seconds=progress.first - progress.began,
             decode_seconds=progress.last - progress.first,
+            prefilled=progress.prefilled,
         )
 
 

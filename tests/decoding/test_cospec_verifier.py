@@ -27,6 +27,7 @@ from decoding.cospec.verifier import (
     RatioArbiter,
     ScriptedArbiter,
 )
+from decoding.decoder import Decoder
 from decoding.draft.drafter import DraftModelDrafter
 from decoding.engine import Engine
 from decoding.gates import Always, Choice, Never
@@ -351,3 +352,15 @@ def test_what_cannot_be_is_refused(small_target) -> None:  # type: ignore[no-unt
     with pytest.raises(ValueError, match=r"does not tell it \(q_logits\)"):
         verifier.accept([DraftTree.chain([1], "x")], torch.zeros(1, 2, 64), [request])
     assert not verifier.lossless and Verifier.lossless
+
+
+def test_its_first_token_counts_as_one_of_a_step(small_target) -> None:  # type: ignore[no-untyped-def]
+    target = small_target("llama")
+    for plan, prefilled in ((plan_of(target, AlwaysDraft(), 3), 0), (Plan(Never()), 1)):
+        engine = Engine(target, plan, 1)
+        events = Decoder(target).run([Request(0, [3, 1, 4, 1], 20)], engine)
+        [done] = [event.done for event in events if event.done is not None]
+        engine.close()
+        written = sum(len(record.accepted) + 1 for record in engine.trace)
+        assert 0 <= written - (len(done.tokens) - prefilled) < 4, "but for what the limit cut"
+        assert done.tokens_per_step == (len(done.tokens) - prefilled) / len(engine.trace)
