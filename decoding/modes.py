@@ -127,6 +127,8 @@ class ModeSettings:
     probability that this is right reaches this threshold; 1 = never, which is exact; by default the policy's own."""
     tau: float | None = None
     """Copy intent from which the switch copies; by default the probe's own threshold."""
+    read_intent: bool = False
+    """Read the probe where the gate decides without it, too, so that the trace tells copy intent; 1 to 2 % slower."""
     gate: str = "auto"
     """Gate of `switchsd`: auto (cost where there is a length head and no tau was given, else probe), probe (SwitchSD's
     rule), cost (expected tokens per millisecond, from a length head; it sizes all drafts itself), match (any suffix
@@ -433,7 +435,7 @@ def _switchsd(parts: Parts) -> Plan:
         return Plan(BanditGate(copy, neural), drafters)
     gate = parts.length_gate(copy, neural)
     if gate is not None:
-        return Plan(gate, drafters, parts.probe, parts.lengths)  # the probe decides nothing here: it is for the trace
+        return Plan(gate, drafters, parts.probe if s.read_intent else None, parts.lengths)
     if s.gate == "cost":
         raise DecodingError(
             f"gate 'cost' needs a length head for {parts.target.name}, and none is loaded: "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any
@@ -51,6 +51,7 @@ def chat(
         raise UsageError(f"unknown mode {mode!r}: use {', '.join(MODES)}")
     if trace is not None:
         check_output(trace)
+        settings = replace(settings, read_intent=True)
     with bar(f"loading {target}"):
         decoder = load(target, probe, drafter, draft=draft, policy=policy, **asdict(loading), **asdict(settings))
     measure_costs(decoder, (mode,))

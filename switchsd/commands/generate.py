@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any
@@ -48,6 +48,7 @@ def generate(
         raise UsageError(f"unknown mode {mode!r}: use {', '.join(MODES)}")
     if trace is not None:
         check_output(trace)
+        settings = replace(settings, read_intent=True)
     text = read_prompt(prompt, file)
     messages = [{"role": "system", "content": system}, {"role": "user", "content": text}] if system else text
     with bar(f"loading {target}"):

@@ -45,6 +45,17 @@ def test_every_mode_writes_the_targets_own_text_in_fewer_steps(decoder: Decoder,
     assert found.steps < alone.steps
 
 
+def test_copy_intent_is_read_for_the_trace_where_the_gate_does_without(decoder: Decoder) -> None:
+    found = decoder.generate(PROMPT, max_new_tokens=40)
+    assert {r.intent for r in decoder.trace} == {None}
+    again = decoder.generate(PROMPT, max_new_tokens=40, read_intent=True)
+    intents = [r.intent for r in decoder.trace if r.intent is not None]
+    assert again.tokens == found.tokens and len(intents) == len(decoder.trace)
+    assert min(intents) < 0.5 < max(intents)
+    ruled = decoder.generate(PROMPT, max_new_tokens=40, gate="probe")
+    assert ruled.tokens == found.tokens and decoder.trace.records[0].intent == pytest.approx(intents[0], abs=1e-4)
+
+
 def test_drafting_in_another_process_and_particles(decoder: Decoder) -> None:
     prompts = [PROMPT, "Say hello."]
     alone = decoder.generate(prompts, mode="ar", max_new_tokens=16)
