@@ -16,7 +16,7 @@ from rich.terminal_theme import TerminalTheme
 from switchsd import show
 from switchsd.commands import demo
 
-COLUMNS = 96
+COLUMNS = 104
 DARK = TerminalTheme(
     (24, 26, 31),
     (222, 224, 228),
@@ -25,7 +25,7 @@ DARK = TerminalTheme(
 )  # fmt: skip
 FRAME = """\
 <svg xmlns="http://www.w3.org/2000/svg" class="rich-terminal" viewBox="0 0 {width} {height}" role="img">
-<title>{title}</title>
+<title>Output of switchsd demo</title>
 <style>
 .{unique_id}-matrix {{ font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace;
   font-size: {char_height}px; line-height: {line_height}px; }}
@@ -48,8 +48,7 @@ def main(file: Path) -> None:
     show.out.width, show.out.record = COLUMNS, True
     demo.notes = show.out  # type: ignore[attr-defined]
     demo.demo()
-    title = "Output of switchsd demo"
-    file.write_text(show.out.export_svg(title=title, theme=DARK, code_format=FRAME, unique_id="demo"), encoding="utf-8")
+    file.write_text(show.out.export_svg(theme=DARK, code_format=FRAME, unique_id="demo"), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -23,21 +23,22 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # the package of this checkout, installed or not
-
 PARTS = {"index.md": "README.md", "findings.md": "FINDINGS.md"}
 """Pages that are files of the root, so that their text stands once."""
 MARKER = re.compile(r"^<!-- (options|modules): (.+?) -->$", re.MULTILINE)
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Import the package of this checkout, installed or not. (MkDocs undoes it where a hook does so as it is loaded.)"""
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the root's files as pages; leave this module out of the site."""
+    """Add the root's files as pages."""
     for page, source in PARTS.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
-    here = files.get_file_from_path(Path(__file__).name)
-    if here is not None:
-        files.remove(here)
     return files
 
 
