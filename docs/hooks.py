@@ -92,16 +92,17 @@ def options(name: str) -> str:
             needed = parameter.default is inspect.Parameter.empty
             notes = ["required"] if needed else []
         else:
-            declared = [d for d in info.param_decls or () if d.startswith("-")]
+            declared = [d for d in (info.default, *(info.param_decls or ())) if isinstance(d, str) and d[:1] == "-"]
             flag = "--" + parameter.name.replace("_", "-")
-            spoken = " ".join(f"<code>{html.escape(d)}</code>" for d in declared or [flag])
-            off = f" <code>--no-{flag[2:]}</code>" if hint is bool and parameter.default is True else ""
+            off = [f"--no-{flag[2:]}"] if hint is bool and parameter.default is True else []
+            told = [name for d in declared for name in d.split("/")] or [flag, *off]
+            spoken = " ".join(f"<code>{html.escape(name)}</code>" for name in told)
             kind = "" if hint is bool else f" <em>{html.escape(_kind(hint))}</em>"
-            term = spoken + off + kind
+            term = spoken + kind
             notes = _default(parameter.default)
         text = _marked(info.help or "")
-        told = f" <span class='default'>{'; '.join(notes)}</span>" if notes else ""
-        terms.append(f"<dt>{term}{told}</dt><dd>{text}</dd>")
+        more = f" <span class='default'>{'; '.join(notes)}</span>" if notes else ""
+        terms.append(f"<dt>{term}{more}</dt><dd>{text}</dd>")
     return f'<dl class="options">{"".join(terms)}</dl>'
 
 
