@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,3 +86,37 @@ def small_target() -> Callable[..., Target]:
 def reference_model() -> Callable[[str], PreTrainedModel]:
     """The same weights as transformers runs them by itself."""
     return _model
+
+
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama: 8 blocks, width 64, 258 tokens (bytes and two marks), and a chat template."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tiny")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<|im_start|>": 0, "<|im_end|>": 1, **{c: i + 2 for i, c in enumerate(alphabet)}}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>", "<|im_end|>"]
+    )
+    fast.chat_template = CHAT
+    fast.save_pretrained(folder)
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary), hidden_size=64, intermediate_size=128, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096, eos_token_id=1, bos_token_id=None, pad_token_id=None,
+        initializer_range=0.12,  # repeats itself soon, so that copying is tried
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
