@@ -66,7 +66,7 @@ RULES = [
     Rule(r"switchsd view"),
     Rule(r"(vllm/bin/)?switchsd serve", "--vllm-python vllm/bin/python --dry-run"),
     Rule(r"switchsd sites"),
-    Rule(r"switchsd parity", "--limit 2"),
+    Rule(r"switchsd parity"),
     Rule(r"switchsd adapt", "--limit 24 --max-new-tokens 24 --tokens 300 --passes 1"),
     Rule(r"switchsd capture .*--selection all", "--limit 4 --max-new-tokens 8 --batch 4"),
     Rule(r"switchsd capture .*runs/spec", "--limit 8 --max-new-tokens 24 --batch 8"),
