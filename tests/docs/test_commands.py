@@ -69,7 +69,7 @@ RULES = [
     Rule(r"switchsd parity"),
     Rule(r"switchsd adapt", "--limit 24 --max-new-tokens 24 --tokens 900 --passes 1"),
     Rule(r"switchsd capture .*--selection all", "--limit 4 --max-new-tokens 8 --batch 4"),
-    Rule(r"switchsd capture .*runs/spec", "--limit 8 --max-new-tokens 24 --batch 8"),
+    Rule(r"switchsd capture .*runs/(spec|anchors)", "--limit 8 --max-new-tokens 24 --batch 8"),
     Rule(r"switchsd capture ", "--limit 24 --max-new-tokens 32 --batch 12"),
     Rule(r"switchsd captures (info|verify|merge|export)"),
     Rule(r"switchsd train probe", "--l2 1e-2 --resamples 10 --folds 2 --no-controls --no-transfer"),
