@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -69,7 +68,8 @@ RULES = [
     Rule(r"switchsd parity"),
     Rule(r"switchsd adapt", "--limit 24 --max-new-tokens 24 --tokens 900 --passes 1"),
     Rule(r"switchsd capture .*--selection all", "--limit 4 --max-new-tokens 8 --batch 4"),
-    Rule(r"switchsd capture .*runs/(spec|anchors)", "--limit 8 --max-new-tokens 24 --batch 8"),
+    Rule(r"switchsd capture .*runs/spec", "--limit 8 --max-new-tokens 24 --batch 8"),
+    Rule(r"switchsd capture .*runs/anchors", "--max-new-tokens 16 --batch 24"),
     Rule(r"switchsd capture ", "--limit 24 --max-new-tokens 32 --batch 12"),
     Rule(r"switchsd captures (info|verify|merge|export)"),
     Rule(r"switchsd train probe", "--l2 1e-2 --resamples 10 --folds 2 --no-controls --no-transfer"),
@@ -80,7 +80,6 @@ RULES = [
     ),
     Rule(r"switchsd train draft .*--questions", "--tokens 200 --batch-tokens 64 --validation-documents 2 --questions 20"),
     Rule(r"switchsd train draft", "--tokens 200 --batch-tokens 64 --validation-documents 2"),
-    Rule(r"python -m benchmarks.replay log", "--limit 2 --train 4 --validation 2 --max-new-tokens 8 --depth 2"),
     Rule(r"switchsd train lengths"),
     Rule(
         r"switchsd train-policy ltd",
@@ -394,10 +393,6 @@ def run(line: str, where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     words = [str(Path(w).expanduser()) if w.startswith("~") else w for w in shlex.split(command, comments=True)]
     end = words.index("--") if "--" in words else len(words)  # behind it are another program's
     words[end:end] = shlex.split(rule.more)
-    if words[:2] == ["python", "-m"]:
-        monkeypatch.setattr(sys, "argv", words[2:])
-        runpy.run_module(words[2], run_name="__main__")
-        return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of random heads and probes
         code = main(words[1:])
