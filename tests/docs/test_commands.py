@@ -244,7 +244,10 @@ QUESTIONS = [
     for i, (c, t) in enumerate([("qa", "Repeat:"), ("rag", "Repeat twice:"), ("math", "List:"), ("qa", "Say again:")] * 2)
 ]
 MINE = [
-    {"prompt": f"{i * 7} repeat {chr(97 + i)}{i} {chr(97 + i)}{i}", "split": "validation" if i % 3 == 0 else "train"}
+    {
+        "messages": [{"role": "user", "content": f"{i * 7} repeat {chr(97 + i)}{i} {chr(97 + i)}{i}"}],
+        "split": "validation" if i % 3 == 0 else "train",
+    }
     for i in range(24)
 ]
 TYPED = "Say hello.\n"
@@ -310,7 +313,7 @@ def reader(
         shutil.copytree(tiny_folder, folder / name)
     write_lines(folder / "question.jsonl", QUESTIONS)
     write_lines(folder / "mine.jsonl", MINE)
-    write_lines(folder / "more.jsonl", [{"prompt": f"{line['prompt']} once more"} for line in MINE])
+    write_lines(folder / "more.jsonl", [{"prompt": f"{i} once more {i} {i}"} for i in range(24)])
     for name in ("folder-of-the-head", "my-head"):
         write_head(folder / name)
     write_probe(folder / "my-probe", tiny_folder)
