@@ -83,7 +83,7 @@ RULES = [
     Rule(r"switchsd train lengths"),
     Rule(
         r"switchsd train-policy ltd",
-        "--depth 2 --sizes 3 --max-new-tokens 6 --rows 4 --limit 8 --size-timesteps 64 --depth-timesteps 64 "
+        "--prompts question.jsonl --depth 2 --sizes 3 --max-new-tokens 6 --rows 4 --size-timesteps 64 --depth-timesteps 64 "
         "--environments 4 --steps 8 --batch 16 --epochs 1 --hidden 4",
     ),
     Rule(
@@ -172,7 +172,7 @@ UNRUN = [
     Unrun(r"make \w", "installs, or runs all of these tests; continuous integration does it", a_target_of_make),
     Unrun(r"(vllm/bin/)?pip (un)?install", "the environment is there already", what_pip_is_given),
     Unrun(r"python3 -m venv vllm", "four gigabytes; make test-serving does it", nothing),
-    Unrun(r"jupyter lab", "a server that waits for a person; the notebooks are run by nbmake", paths_are_there),
+    Unrun(r"(\.venv/bin/)?jupyter lab", "a server that waits for a person; the notebooks are run by nbmake", paths_are_there),
     Unrun(r"jupytext --to", "tests/notebooks compares scripts and notebooks", paths_are_there),
     Unrun(r"vllm serve", "needs vLLM and a server; tests/serving starts it with these options", options_of_vllm),
 ]
