@@ -29,7 +29,7 @@ MARKER = re.compile(r"^<!-- (options|modules): (.+?) -->$", re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Import the package of this checkout, installed or not. (MkDocs undoes it where a hook does so as it is loaded.)"""
+    """Import the package of this checkout, installed or not (MkDocs undoes it where a hook does it as it is loaded)."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
     return config

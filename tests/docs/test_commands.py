@@ -1,9 +1,9 @@
 """Every command and every Python block of README and docs runs, page by page and in order, as a reader would do it.
 
 A page has an empty folder and a cache of its own. What cannot be had here stands in for what is written, and heavy
-commands get small sizes behind their own options, of which the last one counts; both are the tables below. What cannot
-run at all is named in `UNRUN`, with why, and with what is checked instead. A line that no rule covers fails, and so does
-a rule that no line needs.
+commands get small sizes behind their own options, of which the last one counts; both are the tables below. What
+cannot run at all is named in `UNRUN`, with why, and with what is checked instead. A line that no rule covers fails, and
+so does a rule that no line needs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ RULES = [
     Rule(r"switchsd capture .*--selection all", "--limit 4 --max-new-tokens 8 --batch 4"),
     Rule(r"switchsd capture .*runs/spec", "--limit 8 --max-new-tokens 24 --batch 8"),
     Rule(r"switchsd capture .*runs/anchors", "--max-new-tokens 16 --batch 24"),
+    Rule(r"switchsd capture .*--target my-model --prompts", "--max-new-tokens 96 --batch 24"),
     Rule(r"switchsd capture ", "--limit 24 --max-new-tokens 32 --batch 12"),
     Rule(r"switchsd captures (info|verify|merge|export)"),
     Rule(r"switchsd train probe", "--l2 1e-2 --resamples 10 --folds 2 --no-controls --no-transfer"),
@@ -78,18 +80,20 @@ RULES = [
         r"switchsd train eagle",
         "--tokens 200 --batch-tokens 64 --steps 2 --draft-vocabulary 64 --validation-documents 2",
     ),
-    Rule(r"switchsd train draft .*--questions", "--tokens 200 --batch-tokens 64 --validation-documents 2 --questions 20"),
+    Rule(
+        r"switchsd train draft .*--questions", "--tokens 200 --batch-tokens 64 --validation-documents 2 --questions 20"
+    ),
     Rule(r"switchsd train draft", "--tokens 200 --batch-tokens 64 --validation-documents 2"),
     Rule(r"switchsd train lengths"),
     Rule(
         r"switchsd train-policy ltd",
-        "--prompts question.jsonl --depth 2 --sizes 3 --max-new-tokens 6 --rows 4 --size-timesteps 64 --depth-timesteps 64 "
-        "--environments 4 --steps 8 --batch 16 --epochs 1 --hidden 4",
+        "--prompts question.jsonl --depth 2 --sizes 3 --max-new-tokens 6 --rows 4 --size-timesteps 64 "
+        "--depth-timesteps 64 --environments 4 --steps 8 --batch 16 --epochs 1 --hidden 4",
     ),
     Rule(
         r"switchsd train-policy cospec",
-        "--count 24 --kinds sum,item:2 --first 1 --max-new-tokens 8 --timesteps 64 --environments 4 --steps 8 --batch 16 "
-        "--group 2 --hidden 4 --warm-epochs 3 --epochs 1",
+        "--count 24 --kinds sum,item:2 --first 1 --max-new-tokens 8 --timesteps 64 --environments 4 --steps 8 "
+        "--batch 16 --group 2 --hidden 4 --warm-epochs 3 --epochs 1",
     ),
     Rule(r"switchsd head check", "--limit 2 --max-new-tokens 8 --steps 2", codes=(0, 1)),  # the head is a random one
     Rule(r"switchsd head export"),
@@ -140,19 +144,15 @@ def paths_are_there(line: str) -> None:
 
 def options_of_vllm(line: str) -> None:
     """What is for the switch is what the plug-in reads, and classes are where they are said to be."""
-    from importlib import import_module
-
     words = shlex.split(line, comments=True)
-    given = {name: json.loads(value) for name, value in zip(words, words[1:], strict=False) if name.endswith("-config")}
+    given = {name: json.loads(value) for name, value in pairwise(words) if name.endswith("-config")}
     assert given["--additional-config"]["switchsd"].keys() <= {"probe", "tau", "kappa"}
     speculation = given["--speculative-config"]
     assert speculation.keys() == {"method", "model", "num_speculative_tokens"}
     if speculation["method"] == "custom_class":
         module, name = speculation["model"].rsplit(".", 1)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(sys.modules, "vllm", None)  # it is in another environment
-            source = Path(str(import_module("decoding.serving.vllm").__path__[0])) / f"{module.rsplit('.', 1)[1]}.py"
-        assert f"class {name}" in source.read_text(encoding="utf-8")
+        source = (ROOT / module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
+        assert f"class {name}" in source
 
 
 def nothing(line: str) -> None:
@@ -172,7 +172,11 @@ UNRUN = [
     Unrun(r"make \w", "installs, or runs all of these tests; continuous integration does it", a_target_of_make),
     Unrun(r"(vllm/bin/)?pip (un)?install", "the environment is there already", what_pip_is_given),
     Unrun(r"python3 -m venv vllm", "four gigabytes; make test-serving does it", nothing),
-    Unrun(r"(\.venv/bin/)?jupyter lab", "a server that waits for a person; the notebooks are run by nbmake", paths_are_there),
+    Unrun(
+        r"(\.venv/bin/)?jupyter lab",
+        "a server that waits for a person; the notebooks are run by nbmake",
+        paths_are_there,
+    ),
     Unrun(r"jupytext --to", "tests/notebooks compares scripts and notebooks", paths_are_there),
     Unrun(r"vllm serve", "needs vLLM and a server; tests/serving starts it with these options", options_of_vllm),
 ]
@@ -241,7 +245,9 @@ def test_blocks_say_what_they_are_and_every_line_has_a_rule() -> None:
 
 QUESTIONS = [
     {"question_id": i, "category": c, "turns": [f"{t} apples, pears, plums, cherries. Then say {i} {i} {i}."]}
-    for i, (c, t) in enumerate([("qa", "Repeat:"), ("rag", "Repeat twice:"), ("math", "List:"), ("qa", "Say again:")] * 2)
+    for i, (c, t) in enumerate(
+        [("qa", "Repeat:"), ("rag", "Repeat twice:"), ("math", "List:"), ("qa", "Say again:")] * 2
+    )
 ]
 MINE = [
     {
@@ -400,5 +406,7 @@ def run(line: str, where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         warnings.simplefilter("ignore")  # of random heads and probes
         code = main(words[1:])
     told = capsys.readouterr()
-    assert code in rule.codes, f"{where}: {line}\n{shlex.join(words)}\nexit code {code}\n{told.out[-2000:]}{told.err[-2000:]}"
+    assert code in rule.codes, (
+        f"{where}: {line}\n{shlex.join(words)}\nexit code {code}\n{told.out[-2000:]}{told.err[-2000:]}"
+    )
     assert "Traceback" not in told.err, told.err
