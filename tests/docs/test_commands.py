@@ -177,7 +177,6 @@ UNRUN = [
         "a server that waits for a person; the notebooks are run by nbmake",
         paths_are_there,
     ),
-    Unrun(r"jupytext --to", "tests/notebooks compares scripts and notebooks", paths_are_there),
     Unrun(r"vllm serve", "needs vLLM and a server; tests/serving starts it with these options", options_of_vllm),
 ]
 UNRUN_BLOCKS = {
