@@ -77,6 +77,44 @@ def induction_scores(target: Target, tokens: torch.Tensor) -> torch.Tensor:
     return torch.stack([found.scores[k] for k in range(target.blocks)])
 
 
+def previous_token_scores(target: Target, tokens: torch.Tensor) -> torch.Tensor:
+    """float32 [blocks, heads]: mean attention that each token but the first of `tokens` [rows, T] pays to the one
+    before it. Raises TargetError as `check_heads`.
+    """
+    check_heads(target)
+    found: dict[int, torch.Tensor] = {}
+
+    def see(
+        module: Any, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
+    ) -> None:
+        pattern, _ = attention.weights(query, key, mask, scaling, slice(1, query.shape[2]))
+        found[int(module.layer_idx)] = pattern.diagonal(dim1=2, dim2=3).mean((0, 2)).cpu()
+
+    with attention.attached(attention.OBSERVERS, see):
+        target.hidden(tokens.to(target.device), KVCache(len(tokens), capacity=tokens.shape[1]))
+    return torch.stack([found[k] for k in range(target.blocks)])
+
+
+def attention_from(target: Target, ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+    """float32 [positions, blocks, heads, T]: the attention that each head pays from some positions of a text of T
+    tokens, 0 to what it does not see. Raises TargetError as `check_heads`, and ValueError for a position outside.
+    """
+    check_heads(target)
+    if outside := [p for p in positions if not 0 <= p < len(ids)]:
+        raise ValueError(f"position {outside[0]} is outside the text, which has {len(ids)} tokens")
+    found: dict[int, torch.Tensor] = {}
+
+    def see(
+        module: Any, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
+    ) -> None:
+        pattern, _ = attention.weights(query, key, mask, scaling, slice(None))
+        found[int(module.layer_idx)] = pattern[0][:, list(positions)].cpu()
+
+    with attention.attached(attention.OBSERVERS, see):
+        target.hidden(torch.tensor([list(ids)], device=target.device), KVCache(1, capacity=len(ids)))
+    return torch.stack([found[k] for k in range(target.blocks)]).permute(2, 0, 1, 3)
+
+
 def top_heads(scores: torch.Tensor, count: int) -> list[Head]:
     """The `count` heads with the highest scores [blocks, heads], the highest first."""
     order = scores.flatten().sort(descending=True, stable=True).indices[:count].tolist()

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from activations.cache import KVCache
-from activations.heads import Head, HeadMeans, ablated, induction_scores, repeated_tokens, top_heads
+from activations.heads import (
+    Head,
+    HeadMeans,
+    ablated,
+    attention_from,
+    induction_scores,
+    previous_token_scores,
+    repeated_tokens,
+    top_heads,
+)
 from activations.lens import Lens
 from activations.target import Target, TargetError
 
@@ -91,3 +100,20 @@ def test_top_heads_and_refusals(small_target: Make) -> None:
         pass
     with pytest.raises(TargetError, match="neither seen nor ablated"):
         induction_scores(small_target("llama", "eager"), repeated_tokens(target))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_attention_from_positions_is_that_of_transformer_lens(family: str, small_target: Make) -> None:
+    target = small_target(family)
+    tokens = torch.randint(0, 63, (1, 12), generator=torch.Generator().manual_seed(5))
+    names = [f"blocks.{k}.attn.hook_pattern" for k in range(target.blocks)]
+    with torch.no_grad():
+        _, cache = Lens(target).bridge.run_with_cache(tokens, names_filter=names)
+    found = attention_from(target, tokens[0].tolist(), [3, 11])
+    expected = torch.stack([cache[name][0] for name in names])  # [blocks, heads, query, key]
+    torch.testing.assert_close(found, expected[:, :, [3, 11]].permute(2, 0, 1, 3), rtol=1e-4, atol=1e-6)
+    assert not found[0, :, :, 4:].any()  # nobody looks ahead
+    before = torch.stack([expected[:, :, q, q - 1] for q in range(1, 12)]).mean(0)
+    torch.testing.assert_close(previous_token_scores(target, tokens), before, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="position 12 is outside the text, which has 12 tokens"):
+        attention_from(target, tokens[0].tolist(), [12])
