@@ -61,10 +61,11 @@ def heat(
     columns: Sequence[str],
     limits: tuple[float, float],
     label: str = "AUC",
+    numbers: bool = True,
 ) -> None:
     """A heat map of values `[rows][columns]`, from the lower limit to the upper one; cells without a value stay empty.
 
-    `label` names the values and their unit."""
+    `label` names the values and their unit. `numbers`: few columns have them written in."""
     import matplotlib
     import numpy as np
 
@@ -81,7 +82,7 @@ def heat(
     axes.invert_yaxis()
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    if len(columns) <= FEW:
+    if numbers and len(columns) <= FEW:
         for (i, j), value in np.ndenumerate(filled):
             if np.isfinite(value):
                 red, green, blue, _ = colours(mesh.norm(value))

@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from activations.cache import KVCache
 from activations.causal import document_matches
 from activations.labels import LabelConfig
+from activations.target import Target
 from activations.texts import StoredText
 from probes.evaluation import Floats, Interval, interval
 
@@ -68,6 +70,19 @@ def margins(logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
     best = logits.topk(2, dim=-1)
     other = torch.where(best.indices[:, 0] == wanted, best.values[:, 1], best.values[:, 0])
     return logits.gather(1, wanted[:, None])[:, 0] - other
+
+
+def margins_behind(target: Target, text: AnchoredText) -> torch.Tensor:
+    """float32 [anchors]: the logit of each anchor's candidate less that of the best other token, with the pending
+    token fed.
+
+    A leak where copying is to be foreseen: it belongs to the step that verifies, one position behind all that a probe
+    may see. Above 0 the target follows, so that it tells genuine from accidental but for rounding.
+    """
+    tokens = torch.tensor([text.ids], device=target.device)
+    hidden = target.hidden(tokens, KVCache(1, capacity=len(text.ids)))[0]
+    logits = target.logits(hidden[[a.position + 1 for a in text.anchors]])
+    return margins(logits, [a.candidate for a in text.anchors])
 
 
 class Clusters:

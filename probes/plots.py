@@ -1,15 +1,28 @@
-"""Pictures of a report, made from the values of evaluation.json alone. Each function returns a matplotlib figure."""
+"""Pictures of probes. Each function returns a matplotlib figure.
+
+Those of a report are made from the values of evaluation.json alone, those of an intervention from causality.json, and
+the others from scores and labels.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
-from activations.figures import COLOURS, GREY, forest, heat, panel, shown, style
-from probes.tables import Values, score_name
+import numpy as np
+from numpy.typing import ArrayLike
+
+from activations.figures import COLOURS, DASHES, GREY, forest, heat, panel, shown, style
+from activations.plots import OUTCOMES, legend, match_bars, token_ticks, wide
+from probes.tables import Values, headline, score_name
 from probes.task import SCOPES
+from probes.thresholds import Chosen, by_threshold
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+BINS = 20
+"""Bins of a distribution."""
 
 
 def sweep_map(report: Values, label: str, estimator: str) -> Figure | None:
@@ -108,3 +121,159 @@ def transfer(report: Values, by: str) -> Figure:
 
 def _share(interval: Values) -> str:
     return "?" if interval["estimate"] is None else f"{interval['estimate']:.0%}"
+
+
+def controls(report: Values) -> Figure:
+    """AUC of each control, beside that of the best probe (line) on the same kind of rows: those that a gate asks about.
+
+    Controls that were skipped are not drawn.
+    """
+    best = report["evaluations"]["best"][headline(report)]["roc_auc"]
+    named = [("the best probe", best)]
+    named += [(c["name"], c["roc_auc"]) for c in report["controls"] if c["roc_auc"] and c["name"] != "fitted here"]
+    colours = [COLOURS[0], *[COLOURS[1]] * (len(named) - 1)]
+    return forest(named, f"Controls, {SCOPES[headline(report)]}", "AUC", best["estimate"], colours)
+
+
+def areas(named: Mapping[str, Any], title: str) -> Figure:
+    """AUCs with their intervals (`probes.evaluation.Interval`), one a line, beside 0.5, which knows nothing."""
+    return forest([(name, one.to_dict()) for name, one in named.items()], title, "AUC", 0.5)
+
+
+def intent_map(
+    intents: ArrayLike,
+    sites: Sequence[str],
+    labels: Sequence[str],
+    lengths: ArrayLike,
+    outcomes: Sequence[str],
+    title: str,
+) -> Figure:
+    """Copy intent [probes, anchors] along a text, one probe a row, below the matches there (`activations.plots`).
+
+    labels, lengths and outcomes are one an anchor.
+    """
+    values = np.asarray(intents, dtype=float)
+    height = 3.1 + 0.2 * len(values)
+    figure, below = panel(height, title, width=wide(len(labels)))
+    figure.delaxes(below)
+    above, below = figure.subplots(2, 1, height_ratios=[1.1, 0.2 * len(values) + 0.3])
+    for axes in (above, below):
+        axes.tick_params(labelsize=9)
+    above.spines[["top", "right"]].set_visible(False)
+    match_bars(above, lengths, outcomes)
+    above.set_xticks([])
+    legend(figure, above)
+    heat(figure, below, values.tolist(), sites, list(labels), (0.0, 1.0), "copy intent", numbers=False)
+    token_ticks(below, labels)
+    below.set(xlabel="anchor", ylabel="probe at")
+    return figure
+
+
+def by_block(intents: ArrayLike, genuine: ArrayLike, blocks: Sequence[int], title: str) -> Figure:
+    """Copy intent [probes, anchors] of probes at these blocks: median and middle half, genuine beside accidental."""
+    values, kind = np.asarray(intents, dtype=float), np.asarray(genuine, dtype=bool)
+    figure, axes = panel(3.4, title)
+    for name, where in (("genuine", kind), ("accidental", ~kind)):
+        if not where.any():
+            continue
+        lower, middle, upper = np.nanquantile(values[:, where], [0.25, 0.5, 0.75], axis=1)
+        colour = OUTCOMES[name][0]
+        dashes = "-" if name == "genuine" else "--"
+        axes.plot(
+            blocks, middle, color=colour, linestyle=dashes, marker="o", markersize=3.5,
+            label=f"{name} ({int(where.sum())} anchors)",
+        )  # fmt: skip
+        axes.fill_between(blocks, lower, upper, color=colour, alpha=0.18, linewidth=0)
+    axes.set(xlabel="block", ylabel="copy intent", ylim=(-0.02, 1.02))
+    legend(figure, axes, columns=1)
+    return figure
+
+
+def distributions(score: ArrayLike, genuine: ArrayLike, threshold: float | None, title: str) -> Figure:
+    """How copy intent [rows] is spread over genuine and accidental rows: shares of each class in twenty bins."""
+    values, kind = np.asarray(score, dtype=float), np.asarray(genuine, dtype=bool)
+    figure, axes = panel(3.2, title)
+    edges = np.linspace(0, 1, BINS + 1)
+    for name, where in (("genuine", kind), ("accidental", ~kind)):
+        if not where.any():
+            continue
+        counts, _ = np.histogram(values[where], edges)
+        colour, hatch = OUTCOMES[name]
+        axes.stairs(
+            counts / where.sum(), edges, fill=True, color=colour, alpha=0.45, hatch=hatch,
+            label=f"{name} ({int(where.sum())} rows)",
+        )  # fmt: skip
+    if threshold is not None:
+        axes.axvline(threshold, color=GREY, linestyle="--", linewidth=1.3, label=f"threshold {threshold:.2f}")
+    axes.set(xlabel="copy intent", ylabel="share of the class's rows", xlim=(0, 1))
+    legend(figure, axes, columns=1)
+    return figure
+
+
+def threshold_choice(y: ArrayLike, score: ArrayLike, chosen: Sequence[Chosen], title: str) -> Figure:
+    """Precision, recall and F1 of every threshold on labels y [rows] and scores [rows], and what each rule chose."""
+    cuts, positives, negatives = by_threshold(y, score)
+    precision, recall = positives / (positives + negatives), positives / positives[-1]
+    f1 = 2 * positives / (positives + negatives + positives[-1])
+    figure, axes = panel(3.8, title)
+    for number, (name, values) in enumerate((("precision", precision), ("recall", recall), ("F1", f1))):
+        axes.plot(cuts, values, label=name, linewidth=1.6, **style(number))
+    for number, one in enumerate(chosen):
+        if np.isfinite(one.threshold):
+            name = f"{one.threshold:.2f}: {one.rule}"
+            axes.axvline(one.threshold, color=GREY, linestyle=DASHES[number % len(DASHES)], linewidth=1.3, label=name)
+    axes.set(xlabel="threshold on copy intent", ylabel="share", xlim=(0, 1), ylim=(-0.02, 1.02))
+    legend(figure, axes, columns=1)
+    return figure
+
+
+def direction(effects: Sequence[Values], prediction: str = "next", where: str = "anchor") -> Figure:
+    """How far a prediction's margin moves along the probe's direction, beside moves as long along random ones.
+
+    effects: as `direction` in causality.json. prediction: next (the candidate's first token) or own (the pending
+    token). where: anchor, or suffix.
+    """
+    named, colours = [], []
+    for effect in effects:
+        if effect["where"] != where:
+            continue
+        change = effect[prediction]
+        what = f"{effect['intervention']}, {effect['kind']} ({effect['anchors']})"
+        named += [(f"{what}: probe", change["probe"]), (f"{what}: random", change["random"])]
+        colours += [COLOURS[1], GREY]
+    what = "candidate's first token" if prediction == "next" else "pending token"
+    title = f"The direction changed at the {where}"
+    return forest(named, title, f"change of the margin of the {what} (logits)", 0.0, colours)
+
+
+def ablations(found: Values, measure: str = "margin") -> Figure:
+    """What is left without the top induction heads, and without as many random ones of the same blocks.
+
+    found: as `induction` in causality.json. measure: intent (probability), follow (share of anchors) or margin
+    (logits). Means over anchors, with their intervals.
+    """
+    units = {
+        "intent": "copy intent",
+        "follow": "share of anchors followed",
+        "margin": "margin of the candidate (logits)",
+    }
+    [whole, *rest] = found["ablations"]
+    figure, axes = panel(3.5, f"Heads ablated, {found['anchors']} anchors of {found['documents']} texts")
+    for which, name in (("top", "induction heads"), ("random", "random heads")):
+        mine = [whole, *(a for a in rest if a["which"] == which)]
+        points = [(len(a["heads"]), a[measure]) for a in mine if a[measure]["estimate"] is not None]
+        if not points:
+            continue
+        counts = [n for n, _ in points]
+        how: dict[str, Any] = {
+            "color": COLOURS[1] if which == "top" else GREY,
+            "linestyle": "-" if which == "top" else "--",
+        }
+        estimates = [value["estimate"] for _, value in points]
+        axes.plot(counts, estimates, marker="o", markersize=4, label=name, **how)
+        for n, value in points:
+            if value["lower"] is not None:
+                axes.plot([n, n], [value["lower"], value["upper"]], color=how["color"], linewidth=1.2)
+    axes.set(xlabel="heads ablated", ylabel=units[measure])
+    legend(figure, axes, columns=2)
+    return figure

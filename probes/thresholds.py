@@ -98,7 +98,7 @@ def f1_threshold(y: ArrayLike, score: ArrayLike) -> Chosen:
 
     The rule of SwitchSD (arXiv 2609.20186). Raises ValueError if no row is positive.
     """
-    cuts, positives, negatives = _cuts(y, score)
+    cuts, positives, negatives = by_threshold(y, score)
     f1 = 2 * positives / (positives + negatives + positives[-1])
     best = int(f1.argmax())
     return Chosen(float(cuts[best]), "best F1", float(f1[best]))
@@ -109,7 +109,7 @@ def precision_threshold(y: ArrayLike, score: ArrayLike, floor: float) -> Chosen:
 
     For labels y [rows] and scores [rows]. Raises ValueError, with the best precision there is, where none reaches it.
     """
-    cuts, positives, negatives = _cuts(y, score)
+    cuts, positives, negatives = by_threshold(y, score)
     precision = positives / (positives + negatives)
     [enough] = np.nonzero(precision >= floor)
     if not len(enough):
@@ -138,8 +138,11 @@ def rate_threshold(accepted: ArrayLike, score: ArrayLike, costs: StepCosts) -> C
     return Chosen(threshold, "most expected tokens per millisecond", float(rate[best]))
 
 
-def _cuts(y: ArrayLike, score: ArrayLike) -> tuple[Floats, Floats, Floats]:
-    """Each distinct score, the highest first, and the positives and negatives that score at least as much."""
+def by_threshold(y: ArrayLike, score: ArrayLike) -> tuple[Floats, Floats, Floats]:
+    """Each distinct score, the highest first, and the positives and negatives that score at least as much.
+
+    For labels y [rows] and scores [rows]. Raises ValueError where no row is positive.
+    """
     ranked = Ranked(y, score, np.zeros(len(np.asarray(y))))
     positives, negatives = ranked.counts(np.ones((1, len(ranked.y))))
     if not positives[0, -1]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from activations.cache import KVCache
+from activations.generation import Request, complete
 from activations.labels import LabelConfig, follow_rows
+from activations.target import Target
 from activations.texts import StoredText
-from probes.anchors import Clusters, anchored, margins
+from probes.anchors import Clusters, anchored, margins, margins_behind
 
 
 @given(st.lists(st.integers(0, 3), min_size=6, max_size=40), st.integers(1, 3), st.booleans())
@@ -45,6 +50,24 @@ def test_anchors_are_the_matches_whose_outcome_is_known(ids: list[int], kappa: i
 def test_margins() -> None:
     logits = torch.tensor([[1.0, 4.0, 3.0], [1.0, 4.0, 3.0], [2.0, 2.0, 0.0]])
     assert margins(logits, [1, 0, 0]).tolist() == [1.0, -3.0, 0.0]
+
+
+def test_the_margin_behind_the_pending_token_tells_what_was_written(small_target: Callable[..., Target]) -> None:
+    target = small_target("llama")
+    prompt = torch.randint(0, 20, (24,), generator=torch.Generator().manual_seed(2)).tolist()
+    [done] = complete(target, [Request(0, prompt * 2, 40)])
+    ids = done.request.prompt + done.tokens
+    labels = LabelConfig(kappa=1)
+    rows = follow_rows(ids, len(prompt) * 2, labels, done.stopped)
+    rows["document"] = np.zeros(len(rows["position"]), dtype=int)
+    text = anchored(StoredText(0, ids, len(prompt) * 2), rows, labels, 1)
+    found = margins_behind(target, text)
+    assert len({a.genuine for a in text.anchors}) == 2
+    assert [m > 0 for m in found.tolist()] == [a.genuine for a in text.anchors]  # greedy, in float32
+    one = text.anchors[0]
+    context = torch.tensor([ids[: one.position + 2]])
+    logits = target.forward(context, KVCache(1, capacity=len(ids)))[0, -1:]
+    torch.testing.assert_close(found[:1], margins(logits, [one.candidate]), rtol=1e-4, atol=1e-4)
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.floats(-5, 5), st.floats(-5, 5)), min_size=3, max_size=30))
