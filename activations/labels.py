@@ -9,7 +9,7 @@ wrote. Both come from the finished text, without the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -166,6 +166,26 @@ def follow_rows(
     for ahead in range(3):
         columns[f"span_{ahead}"] = span[positions + ahead]
     return columns
+
+
+def outcomes(ids: Sequence[int], rows: Mapping[str, np.ndarray]) -> list[str]:
+    """What became of each anchor's first candidate, for `rows` as `follow_rows` gives them for this text.
+
+    genuine     the target wrote its first token
+    accidental  it wrote a token that starts no candidate
+    other       it wrote the first token of another candidate
+    ''          there is no match, or the text ends before it is decided
+    """
+    found = []
+    for position, distance, accepted in zip(rows["position"], rows["distance"], rows["accepted"], strict=True):
+        written = int(position) + 2
+        if not distance or written >= len(ids):
+            found.append("")
+        elif ids[written] == ids[written - int(distance)]:
+            found.append("genuine")
+        else:
+            found.append("other" if accepted else "accidental")
+    return found
 
 
 def _accepted(ids: list[int], end: int, starts: tuple[int, ...], depth: int) -> tuple[int, bool]:

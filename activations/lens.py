@@ -85,6 +85,26 @@ class Lens:
                 raise self._refusal("cannot run", error) from error
         return {site: cache[name] for site, name in zip(wanted, names, strict=True)}
 
+    def head_scores(self, ids: Sequence[int], kind: Literal["induction", "previous"]) -> torch.Tensor:
+        """float32 [blocks, heads]: TransformerLens's score of each head as an induction or a previous-token head: the
+        share of its attention, over all queries of one text, that lies where such a head looks."""
+        from transformer_lens import head_detector as detector
+
+        make = {
+            "induction": detector.get_induction_head_detection_pattern,
+            "previous": detector.get_previous_token_head_detection_pattern,
+        }[kind]
+        tokens = torch.tensor([list(ids)])
+        names = [f"blocks.{block}.attn.hook_pattern" for block in range(self.blocks)]
+        with torch.no_grad(), _quiet():
+            try:
+                _, cache = self.bridge.run_with_cache(tokens.to(self.device), names_filter=names)
+            except Exception as error:
+                raise self._refusal("cannot run", error) from error
+        how: Any = {"exclude_bos": False, "exclude_current_token": False, "error_measure": "mul"}
+        score, wanted = detector.compute_head_attention_similarity_score, make(tokens)
+        return torch.tensor([[score(head, wanted, **how) for head in cache[name][0].cpu()] for name in names])
+
 
 @contextmanager
 def _quiet() -> Iterator[None]:

@@ -25,8 +25,8 @@ COLUMN = 0.21
 """Inches of a token's column: its label is upright."""
 LABEL = 18
 """Most letters of a token's label."""
-WORDS = 9
-"""Most points that are named in a scatter."""
+NAMED = 4
+"""Heads that are named for each of two scores."""
 
 
 def named(pieces: Sequence[str]) -> list[str]:
@@ -107,18 +107,15 @@ def head_kinds(first: ArrayLike, second: ArrayLike, xlabel: str, ylabel: str, ti
     x, y = (np.asarray(v, dtype=float) for v in (first, second))
     figure, axes = panel(4.2, title)
     axes.plot(x.ravel(), y.ravel(), linestyle="none", marker="o", markersize=3.5, color=COLOURS[0], alpha=0.6)
-    count = x.shape[1]
-    leading = dict.fromkeys(
-        int(i) for v in (x, y) for i in np.argsort(-np.nan_to_num(v.ravel(), nan=-np.inf), kind="stable")[: WORDS // 2]
-    )
-    for i in leading:
-        at = (float(x.ravel()[i]), float(y.ravel()[i]))
-        if np.isfinite(at).all():
-            left = at[0] > 0.6 * np.nanmax(x)
-            axes.annotate(
-                f"{i // count}.{i % count}", at, xytext=(-5 if left else 5, 3), textcoords="offset points",
-                fontsize=8, ha="right" if left else "left",
-            )  # fmt: skip
+    across = x.shape[1]
+    for values, turned in ((x, 60), (y, 0)):  # those that lead to the right stand side by side
+        for i in np.argsort(-np.nan_to_num(values.ravel(), nan=-np.inf), kind="stable")[:NAMED].tolist():
+            at = (float(x.ravel()[i]), float(y.ravel()[i]))
+            if np.isfinite(at).all():
+                axes.annotate(
+                    f"{i // across}.{i % across}", at, xytext=(0, 5) if turned else (5, 0),
+                    textcoords="offset points", fontsize=8, rotation=turned, va="bottom" if turned else "center",
+                )  # fmt: skip
     axes.set(xlabel=xlabel, ylabel=ylabel)
     return figure
 
@@ -151,6 +148,8 @@ def lens(curves: Mapping[str, ArrayLike], title: str, ylabel: str = "log-probabi
             continue
         lower, middle, upper = np.nanquantile(values, [0.25, 0.5, 0.75], axis=1)
         how: dict[str, Any] = style(number)
+        if name in OUTCOMES:
+            how["color"] = OUTCOMES[name][0]
         blocks = np.arange(len(values))
         axes.plot(blocks, middle, label=shown(f"{name} ({values.shape[1]})"), linewidth=2, **how)
         axes.fill_between(blocks, lower, upper, color=how["color"], alpha=0.18, linewidth=0)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from activations.labels import LabelConfig, follow_labels, follow_rows, span_labels
+from activations.causal import document_matches
+from activations.labels import LabelConfig, follow_labels, follow_rows, outcomes, span_labels
 
 
 def is_copied(ids: list[int], j: int, n: int, nonoverlap: bool, runs: bool, ignore: frozenset[int]) -> bool:
@@ -185,3 +186,32 @@ def test_bad_settings_are_named() -> None:
         LabelConfig(span_n=0)
     with pytest.raises(ValueError, match="prompt_length is 4; it must lie between 1 and the text's 3 tokens"):
         follow_rows([1, 2, 3], 4)
+
+
+@given(texts.filter(lambda ids: len(ids) > 3), st.integers(1, 2))
+def test_outcomes_are_those_of_the_first_candidate(ids: list[int], kappa: int) -> None:
+    config = LabelConfig(kappa=kappa, candidates=3)
+    rows = follow_rows(ids, 2, config)
+    found = outcomes(ids, rows)
+    for t, name in zip(rows["position"].tolist(), found, strict=True):
+        [matches] = document_matches(ids, [t], config.match)
+        first = [ids[start] for start in matches.starts]
+        if not first or t + 2 == len(ids):
+            assert name == ""
+        elif ids[t + 2] == first[0]:
+            assert name == "genuine"
+        else:
+            assert name == ("other" if ids[t + 2] in first else "accidental")
+
+
+def test_outcomes_of_a_known_text() -> None:
+    ids = [1, 2, 1, 3, 1, 2, 4, 1, 5]  # after 1: 2, 3, 2, then 5
+    assert outcomes(ids, follow_rows(ids, 2, LabelConfig(kappa=1))) == [
+        "accidental",
+        "",
+        "other",
+        "accidental",
+        "",
+        "accidental",
+        "",
+    ]

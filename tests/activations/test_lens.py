@@ -28,6 +28,7 @@ from transformers import (
 
 from activations import lens
 from activations.cache import KVCache
+from activations.heads import induction_scores, previous_token_scores, repeated_tokens
 from activations.lens import Difference, Lens, Parity, _Double, compare, hook_name, parity, readable_sites, verdict
 from activations.sites import KINDS, Site
 from activations.target import Target, TargetError
@@ -229,3 +230,17 @@ def test_the_report_is_plain_data() -> None:
         "float64": {"absolute": None, "relative": None, "equal": False},
         "verdict": "error",
     }
+
+
+def test_head_scores_are_shares_of_attention(small_target: Callable[..., Target]) -> None:
+    target = small_target("llama")
+    tokens = repeated_tokens(target, length=10, rows=1)
+    mine = previous_token_scores(target, tokens)
+    found = Lens(target).head_scores(tokens[0].tolist(), "previous")
+    assert found.shape == mine.shape
+    torch.testing.assert_close(
+        found, mine * 19 / 20, rtol=1e-4, atol=1e-5
+    )  # of 20 queries the first has nothing before
+    induction = Lens(target).head_scores(tokens[0].tolist(), "induction")
+    best = induction_scores(target, tokens)
+    assert float(torch.corrcoef(torch.stack([induction.flatten(), best.flatten()]))[0, 1]) > 0.9
