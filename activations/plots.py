@@ -47,8 +47,7 @@ def wide(columns: int) -> float:
 def matches(labels: Sequence[str], lengths: ArrayLike, outcomes: Sequence[str], title: str) -> Figure:
     """The length of the suffix match at each anchor, and whether the target then followed the candidate.
 
-    labels, lengths and outcomes (of OUTCOMES; anything else is drawn as `other`) are one an anchor; a length of 0 is
-    no match.
+    labels, lengths (tokens; 0 is no match) and outcomes (of OUTCOMES; anything else is drawn as `other`) are [anchors].
     """
     figure, axes = panel(2.9, title, width=wide(len(labels)))
     match_bars(axes, lengths, outcomes)
@@ -59,7 +58,7 @@ def matches(labels: Sequence[str], lengths: ArrayLike, outcomes: Sequence[str], 
 
 
 def match_bars(axes: Axes, lengths: ArrayLike, outcomes: Sequence[str]) -> None:
-    """What `matches` draws, in axes that are there."""
+    """What `matches` draws, lengths and outcomes [anchors], in axes that are there."""
     size = np.asarray(lengths, dtype=float)
     kinds = [o if o in OUTCOMES else "other" for o in outcomes]
     for kind, (colour, hatch) in OUTCOMES.items():

@@ -4,8 +4,9 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
+#       format_version: '1.3'
 #   kernelspec:
-#     display_name: Python 3 (ipykernel)
+#     display_name: Python 3
 #     language: python
 #     name: python3
 # ---
@@ -13,13 +14,15 @@
 # %% [markdown]
 # # What is copy intent?
 #
-# **The question.** When the last tokens of a text occurred before, what followed them then is a free draft: a
-# *candidate*. Sometimes the target goes on in the same way (the match is *genuine*), sometimes the words only happen
-# to be the same (*accidental*). Does the target's own state, read before the draft, say which it will be?
+# **When the end of a text occurred before, will the target go on as it did then, and does its own state say so before
+# anything is drafted?**
 #
-# **What you will see.** One answer token by token: the suffix matches, what the target did with them, and what probes
-# at several depths read. Then the same for many answers at once, with intervals, beside what needs no probe at all.
-# About a minute on two cores.
+# What followed the earlier place is a free draft: a *candidate*. Where the target then follows it, the match is
+# *genuine*; where the words only happen to be the same, it is *accidental*.
+#
+# You will see one answer token by token: the suffix matches, what the target did with them, and what probes at several
+# depths read. Then the same for many answers at once, with intervals, beside what needs no probe at all. About a
+# minute on two cores.
 #
 # What is read when, at one step:
 #
@@ -34,6 +37,7 @@
 
 # %%
 # %matplotlib inline
+# %config InlineBackend.print_figure_kwargs = {"bbox_inches": "tight", "dpi": 80}
 import tempfile
 from pathlib import Path
 
@@ -170,13 +174,16 @@ areas = {name: evaluate(followed, s, documents).roc_auc for name, s in zip(names
 areas |= {name: beside[name]["match"].roc_auc for name in ("match length", "surface, logistic")}
 plots.areas(areas, f"{held_out.sum()} matches of {len(np.unique(documents))} validation answers")
 
+# %% [markdown]
+# ## What we saw
+
 # %%
 small, text_alone = max((areas[site] for site in SITES), key=lambda one: one.estimate), areas["match length"]
 lengths = stored["match_length"][held_out]
 with_probe, without = (evaluate(followed, s, documents) for s in (scores[-1], lengths))
 gain = auc_difference(with_probe, without)
 Markdown(
-    f"**What these numbers say.** {followed.mean():.0%} of the matches are genuine, so that copying wherever there is "
+    f"{followed.mean():.0%} of the matches are genuine, so that copying wherever there is "
     f"a match is wrong in {1 - followed.mean():.0%} of the cases. The best of the small probes reaches an AUC of "
     f"{small:.3f} (the best of {len(SITES)}, and so a little too good), the shipped one {areas[names[-1]]:.3f}: the "
     "state before the draft knows something of what comes. But the length of the match alone, which costs nothing, "
@@ -189,16 +196,14 @@ Markdown(
 )
 
 # %% [markdown]
-# ## Limits
-#
+# **Limits.**
 # - One small target (135M parameters) that repeats itself a lot; a larger one may know more of what it is doing.
 # - Short answers (40 tokens), few documents: the intervals are wide, and they are what counts.
 # - The shipped probe's weights were fitted on other prompts, but its kind of label, shortest match and threshold were
 #   chosen with the help of the validation prompts.
 # - A probe that can be read is not yet a state that is used: notebook 03 changes the state and looks.
 #
-# ## What to try next
-#
+# **What to try next.**
 # - A prompt of your own in `PROMPT`; a table to reformat, or a function to rename something in, copies a lot.
 # - `kappa=3` in `asked`: fewer matches, and nearly all of them genuine. What is then left for a probe to do?
 # - `label="span_2"` in `TrainConfig`: is the first drafted token part of a copied span?

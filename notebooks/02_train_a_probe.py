@@ -4,8 +4,9 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
+#       format_version: '1.3'
 #   kernelspec:
-#     display_name: Python 3 (ipykernel)
+#     display_name: Python 3
 #     language: python
 #     name: python3
 # ---
@@ -13,12 +14,12 @@
 # %% [markdown]
 # # Training a probe, and not fooling oneself
 #
-# **The question.** How does one get from prompts to a probe that a decoder can use, and what must be checked before
-# its number is believed?
+# **How does one get from prompts to a probe that a decoder can use, and what must be checked before its number is
+# believed?**
 #
-# **What you will see.** The target answers prompts and its states are kept; a probe is fitted at every captured site;
-# the best site is chosen; the probe is put beside baselines and controls; a leak is shown on purpose; a threshold is
-# chosen; the artifact is saved, loaded and decodes. About a minute on two cores. The commands `switchsd capture` and
+# You will see the whole way: the target answers prompts and its states are kept; a probe is fitted at every captured
+# site; the best site is chosen; the probe is put beside baselines and controls; a leak is shown on purpose; a threshold
+# is chosen; the artifact is saved, loaded and decodes. About a minute on two cores. The commands `switchsd capture` and
 # `switchsd train probe` do the same on more text.
 #
 # Which rows decide what, so that the last number is an honest one:
@@ -179,25 +180,6 @@ plots.threshold_choice(y[gate], score[gate], chosen, f"{gate.sum()} rows of the 
 rule = chosen[0]
 plots.distributions(score[task.test], y[task.test] == 1, rule.threshold, f"{task.test.sum()} rows of the test part")
 
-# %%
-measured = task.on(task.test, score, rule.threshold)
-length = report["evaluations"]["match length"]["match"]["roc_auc"]["estimate"]
-gap = found.report.findings.differences["match length"]["match"]["roc_auc"]
-Markdown(
-    f"**What these numbers say.** The probe at {probe.config.site}, chosen among {len(store.sites)} sites, has an AUC "
-    f"of {measured.roc_auc:.3f} on {measured.rows} test rows of {measured.documents} documents (base rate "
-    f"{measured.base_rate.estimate:.2f}). At the threshold {rule.threshold:.2f} it calls with a precision of "
-    f"{measured.precision:.2f} and finds {measured.recall:.2f} of the genuine matches. The match length alone has an "
-    f"AUC of {length:.3f}; the probe's less that is {gap:.3f}: "
-    + (
-        "with this little text the probe is ahead."
-        if gap.lower > 0
-        else "with this little text the probe is behind a score that costs nothing."
-        if gap.upper < 0
-        else "with this little text neither is shown to be ahead."
-    )
-)
-
 # %% [markdown]
 # ## Save it, load it, decode with it
 #
@@ -228,15 +210,35 @@ Markdown(
 )
 
 # %% [markdown]
-# ## Limits
-#
-# - Some thousand rows. The shipped probe saw ten times as many, and FINDINGS.md tells what became of it: level with
+# ## What we saw
+
+# %%
+measured = task.on(task.test, score, rule.threshold)
+length = report["evaluations"]["match length"]["match"]["roc_auc"]["estimate"]
+gap = found.report.findings.differences["match length"]["match"]["roc_auc"]
+Markdown(
+    f"The probe at {probe.config.site}, chosen among {len(store.sites)} sites, has an AUC "
+    f"of {measured.roc_auc:.3f} on {measured.rows} test rows of {measured.documents} documents (base rate "
+    f"{measured.base_rate.estimate:.2f}). At the threshold {rule.threshold:.2f} it calls with a precision of "
+    f"{measured.precision:.2f} and finds {measured.recall:.2f} of the genuine matches. The match length alone has an "
+    f"AUC of {length:.3f}; the probe's less that is {gap:.3f}: "
+    + (
+        "with this little text the probe is ahead."
+        if gap.lower > 0
+        else "with this little text the probe is behind a score that costs nothing."
+        if gap.upper < 0
+        else "with this little text neither is shown to be ahead."
+    )
+)
+
+# %% [markdown]
+# **Limits.**
+# - Some thousand rows. The shipped probe was fitted on eight times as many, and FINDINGS.md tells what became of it: level with
 #   surface features on this target. Wide intervals here mean "not known", not "no difference".
 # - One label, one target, greedy answers. A probe for sampled text should be measured on sampled text.
 # - The sweep looked at every fourth block only, and the selection part is small: another seed may choose another site.
 #
-# ## What to try next
-#
+# **What to try next.**
 # - `TrainConfig(labels=("follow_4", "span_2"))`: labels beside the first one; a state may know more of a long copy.
 # - `TrainConfig(estimators=("linear", "means", "mlp"))`: is a straight line enough?
 # - `CaptureConfig(source_sites=("resid_post.14",), lookback=True)`: two more baselines from the literature.

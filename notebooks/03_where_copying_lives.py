@@ -4,8 +4,9 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
+#       format_version: '1.3'
 #   kernelspec:
-#     display_name: Python 3 (ipykernel)
+#     display_name: Python 3
 #     language: python
 #     name: python3
 # ---
@@ -13,11 +14,10 @@
 # %% [markdown]
 # # Where copying lives
 #
-# **The question.** A probe can read that the target is about to copy. Which parts of the target do the copying, and is
-# what the probe reads also what the target uses?
+# **Which parts of the target do the copying, and is what a probe reads of it also what the target uses?**
 #
-# **What you will see.** Which heads look for repetitions, by this project's reader and by TransformerLens; where they
-# look at a genuine and at an accidental match; how the candidate rises through the blocks; and what remains of copying
+# You will see which heads look for repetitions, by this project's reader and by TransformerLens; where they look at a
+# genuine and at an accidental match; how the candidate rises through the blocks; and what remains of copying
 # when the heads, or the probe's direction, are taken away, with random controls of the same size. About a minute on
 # two cores, in float32: interventions are small differences.
 
@@ -231,6 +231,9 @@ probe_plots.direction(result["direction"], "own")
 # %%
 probe_plots.direction(result["direction"], "next")
 
+# %% [markdown]
+# ## What we saw
+
 
 # %%
 def clear(interval):
@@ -247,7 +250,7 @@ effects = [e for e in result["direction"] if e["where"] == "anchor"]
 beyond = [e for e in effects if clear(e["next"]["difference"])]
 largest = max(effects, key=lambda e: abs(e["next"]["difference"]["estimate"]))
 Markdown(
-    f"**What these numbers say.** Without the {len(most['heads'])} leading induction heads the candidate's margin "
+    f"Without the {len(most['heads'])} leading induction heads the candidate's margin "
     f"moves by {told(most['margin_change'])} logits, and copy intent by {told(most['intent_change'])}; beside what as "
     f"many random heads do, that is {told(over['margin'])} and {told(over['intent'])}. "
     + (
@@ -267,8 +270,7 @@ Markdown(
 )
 
 # %% [markdown]
-# ## Limits
-#
+# **Limits.**
 # - Four experiments with the direction, and nothing is corrected for their number.
 # - Sixteen short answers of one small target. Anchors of one text are alike, so the intervals draw whole texts again.
 # - The score on random tokens finds heads that copy by position. Heads that copy by meaning, or that only look when
@@ -278,8 +280,7 @@ Markdown(
 #   used, and the pending token's own forward can find the match again by itself.
 # - A logit lens reads states in the middle with a matrix that was made for the last one.
 #
-# ## What to try next
-#
+# **What to try next.**
 # - `Probe.from_pretrained("smollm2/serving", target)`: the probe at a block boundary.
 # - `where="suffix"` in `probe_plots.direction`: every token of the match is changed, not the anchor alone.
 # - `previous` instead of `induction` in `top_heads`: what do previous-token heads carry?

@@ -150,7 +150,7 @@ def intent_map(
 ) -> Figure:
     """Copy intent [probes, anchors] along a text, one probe a row, below the matches there (`activations.plots`).
 
-    labels, lengths and outcomes are one an anchor.
+    labels, lengths (tokens) and outcomes are [anchors].
     """
     values = np.asarray(intents, dtype=float)
     height = 3.1 + 0.2 * len(values)
