@@ -233,8 +233,8 @@ Markdown(
 
 # %% [markdown]
 # **Limits.**
-# - Some thousand rows. The shipped probe was fitted on eight times as many, and FINDINGS.md tells what became of it: level with
-#   surface features on this target. Wide intervals here mean "not known", not "no difference".
+# - Some thousand rows. The shipped probe was fitted on eight times as many, and FINDINGS.md tells what became of it:
+#   level with surface features on this target. Wide intervals here mean "not known", not "no difference".
 # - One label, one target, greedy answers. A probe for sampled text should be measured on sampled text.
 # - The sweep looked at every fourth block only, and the selection part is small: another seed may choose another site.
 #
