@@ -71,9 +71,9 @@ plots.heads(induction, "Induction heads", "attention to the source (share)", lea
 plots.head_kinds(previous, induction, "previous-token score", "induction score", "Every head (block.head)")
 
 # %% [markdown]
-# Few heads do either, hardly one does both, and previous-token heads stand in earlier blocks. TransformerLens has a
-# detector of its own, on a wrapped copy of the same target. It counts the attention of all queries, the first half's
-# too, so that its numbers are smaller; which heads lead must be the same.
+# Few heads do either, and hardly one does both. TransformerLens has a detector of its own, on a wrapped copy of the
+# same target. It counts the attention of all queries, the first half's too, so that its numbers are smaller; which
+# heads lead should be the same.
 
 # %%
 lens = Lens(target)
@@ -223,7 +223,8 @@ probe_plots.ablations(result["induction"], "intent")
 # %% [markdown]
 # A red line below the grey one: these heads do more for it than others. Now the direction; a red point away from its
 # grey one is an effect of the direction itself. First the prediction that the changed state makes itself, that of the
-# pending token: it shows whether the change reaches anything at all.
+# pending token: it shows whether the change reaches anything at all. Where even that hardly moves, the distance is too
+# small for the second picture to say much.
 
 # %%
 probe_plots.direction(result["direction"], "own")
