@@ -30,7 +30,7 @@ from decoding.gates import COPY, Always, BanditGate, Choice, MatchLengthGate, Ne
 from decoding.length_gate import LengthGate
 from decoding.lengths import stored_texts
 from decoding.modes import WIDEST_COPY, WIDEST_TREE
-from decoding.replay import EAGLE, Walk, options, oracle, replay
+from decoding.replay import EAGLE, Walk, options, oracle, replay, speedup
 from decoding.replay_log import LoggedText, log_text, read_log
 from probes.artifact import Probe
 from probes.length_head import LengthHead
@@ -160,26 +160,17 @@ def _study(
     base = found[best]
     table = {}
     for name, walked in found.items():
-        low, high = _interval(walked, base)
+        ratio = speedup(walked, base)
         gain = walked.rate - base.rate
         table[name + (" (best)" if name == best else "")] = {
             "ar": walked.rate / found["never"].rate, "eagle": walked.rate / found[eagle].rate,
-            "match": walked.rate / base.rate, "low": low, "high": high, "steady": walked.steady / base.steady,
+            "match": ratio.estimate, "low": ratio.lower, "high": ratio.upper, "steady": walked.steady / base.steady,
             "share": gain / (found["step oracle"].rate - base.rate),
             "share_all": gain / (found["step oracle, all sizes"].rate - base.rate),
             "tokens": sum(walked.tokens) / walked.steps, "copies": walked.copies / walked.steps,
             "both": walked.merged / walked.steps, "empty": walked.empty / walked.steps, "wasted_ms": walked.wasted,
         }  # fmt: skip
     return table
-
-
-def _interval(one: Walk, other: Walk, resamples: int = 1000) -> tuple[float, float]:
-    """95 % interval of the ratio of two rates over the same texts, from a bootstrap over texts."""
-    rng = np.random.default_rng(0)
-    a, b = np.array(one.milliseconds), np.array(other.milliseconds)
-    drawn = rng.integers(len(a), size=(resamples, len(a)))
-    low, high = np.quantile(b[drawn].sum(1) / a[drawn].sum(1), [0.025, 0.975])
-    return float(low), float(high)
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from activations.provenance import provenance
 from activations.sampling import Sampling, gumbel
 from activations.store import write_json
 from activations.target import Target, TargetError
+from decoding import plots
 from decoding.baselines import BASELINES
 from decoding.columns import Column, ModeColumn, PeerColumn, column, settings_of_drafters
 from decoding.costs import machine
@@ -31,7 +32,7 @@ from decoding.peers.start import INSTALLED, PEERS, PeerConfig
 from decoding.suite import CONTEXT, SuitePrompt, at_lengths
 from decoding.summary import BASES, OVERALL, Row, divergence, gate_quality, summarize
 from decoding.sweep import Sweep, points
-from decoding.tables import markdown, plot, plot_sweep
+from decoding.tables import markdown
 
 T = TypeVar("T")
 
@@ -210,10 +211,10 @@ class Bench:
         write_json(self.folder / "result.json", found)
         (self.folder / "table.md").write_text(markdown(found), encoding="utf-8")
         if summary:
-            plot(found, self.folder / "plot.png")
+            plots.speeds(found).savefig(self.folder / "plot.png", dpi=150)
         if found["sweep"]:
             title = f"{self.settings['target']}, {self.settings['dtype']}, {OVERALL}"
-            plot_sweep(found["sweep"], title, self.folder / "sweep.png")
+            plots.sweep(found["sweep"], title).savefig(self.folder / "sweep.png", dpi=150)
         return found
 
     def equality(self) -> dict[str, Any]:

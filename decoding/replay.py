@@ -31,6 +31,7 @@ from decoding.replay_log import LoggedText
 from decoding.request import Request
 from decoding.trace import StepRecord, Trace
 from decoding.tree import DraftTree
+from probes.evaluation import Interval
 from probes.length_head import LengthHead
 
 EAGLE = "eagle"
@@ -257,6 +258,21 @@ def replay(
     for text in texts:
         walk(text, gate(), costs, match, head, probe, out)
     return out
+
+
+def speedup(walked: Walk, base: Walk, seed: int = 0, resamples: int = 1000) -> Interval:
+    """Rate of a walk over that of another over the same texts, and its 95 % interval from a bootstrap over texts.
+
+    Raises ValueError where the texts differ.
+    """
+    if walked.tokens != base.tokens:
+        raise ValueError("a speedup needs two walks over the same texts")
+    ours, theirs = np.array(walked.milliseconds), np.array(base.milliseconds)
+    if len(ours) < 2:  # one text has no spread
+        return Interval(walked.rate / base.rate, float("nan"), float("nan"))
+    drawn = np.random.default_rng(seed).integers(len(ours), size=(resamples, len(ours)))
+    low, high = np.quantile(theirs[drawn].sum(1) / ours[drawn].sum(1), [0.025, 0.975])
+    return Interval(walked.rate / base.rate, float(low), float(high))
 
 
 # -- oracles ------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from activations.cache import KVCache
+from activations.generation import Request as Answer
+from activations.generation import complete
 from activations.target import Target
 from decoding.budgets import FixedBudget
 from decoding.eagle.drafter import EagleDrafter
@@ -116,6 +118,33 @@ def read_log(folder: str | os.PathLike[str], states: bool = True) -> list[Logged
     if not files:
         raise LogError(f"{os.fspath(folder)} holds no logged texts: make them first")
     return [LoggedText.load(file, states) for file in files]
+
+
+def log_answers(
+    target: Target,
+    drafter: EagleDrafter,
+    prompts: Sequence[Sequence[int]],
+    *,
+    limit: int = 128,
+    ahead: int = 24,
+    depth: int = 5,
+    sites: Sequence[str] = (),
+) -> list[LoggedText]:
+    """Let the target answer prompts (token ids) greedily, side by side, and log every answer of 3 tokens or more.
+
+    An answer has at most `limit` tokens at which a step may begin, and `ahead` more, so that it is known how far drafts
+    are followed. `depth` and `sites`: see `log_text`.
+    """
+    requests = [Answer(i, list(ids), limit + ahead) for i, ids in enumerate(prompts)]
+    done = sorted(complete(target, requests, rows=min(len(requests), 32)), key=lambda c: c.request.number)
+    return [
+        log_text(
+            target, drafter, [*c.request.prompt, *c.tokens], len(c.request.prompt), key=f"{c.request.number:04}",
+            source="prompts", stopped=c.stopped, limit=limit, depth=depth, sites=sites,
+        )
+        for c in done
+        if len(c.tokens) >= 3
+    ]  # fmt: skip
 
 
 def log_text(

@@ -1,13 +1,16 @@
-"""A benchmark's result for people: Markdown tables and plots."""
+"""A benchmark's result for people, as Markdown tables. Its pictures: `decoding.plots`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from decoding.summary import HEAVY, OVERALL
 from probes.evaluation import Interval
+
+if TYPE_CHECKING:
+    from decoding.trace import Trace
 
 STEPS: tuple[tuple[str, str, str], ...] = (
     ("tokens_per_step", "tokens per step", ".2f"),
@@ -106,6 +109,15 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def as_markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table for notebooks, whose cells show as they are, whatever they hold."""
+    return "\n".join(_table([_literal(head) for head in heads], [[_literal(text) for text in row] for row in rows]))
+
+
+def _literal(text: str) -> str:
+    return re.sub(r"[^\w\s.,:;%+()=/'\"–×-]|_", lambda found: f"&#{ord(found[0])};", text)
+
+
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *rows)]
 
@@ -127,48 +139,31 @@ def sweep_table(sweep: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     return ["mode", *(f"{sweep['setting']}={value}" for value in values)], rows
 
 
-def plot_sweep(sweep: dict[str, Any], title: str, file: Path) -> None:
-    """A line a mode: tokens/s over the setting's values; a mode that the setting does not touch is a level line."""
-    from matplotlib.figure import Figure
+def step_table(trace: Trace, text: int = 0) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows of one text of a trace, a row a step: what was known, what was drafted, what came of it.
 
-    values = list(dict.fromkeys(p["value"] for p in sweep["points"]))
-    figure = Figure(figsize=(6.5, 4.2), layout="constrained")
-    axes = figure.subplots()
-    for mode in dict.fromkeys(p["mode"] for p in sweep["points"]):
-        points = [p for p in sweep["points"] if p["mode"] == mode]
-        places = [values.index(p["value"]) for p in points]
-        axes.plot(places, [p["tokens_per_second"] for p in points], "o-", label=mode)
-    axes.set_xticks(range(len(values)), list(map(str, values)))
-    axes.set_xlabel(sweep["setting"])
-    axes.set_ylabel("tokens/s after the first token")
-    _finish(axes, title, len(values))
-    figure.savefig(file, dpi=150)
-
-
-def plot(result: dict[str, Any], file: Path) -> None:
-    """Bars of tokens/s for each group and mode."""
-    from matplotlib.figure import Figure
-
-    records = result["summary"]
-    groups = list(dict.fromkeys(r["group"] for r in records))
-    modes = list(dict.fromkeys(r["mode"] for r in records))
-    speeds = {(r["group"], r["mode"]): r["tokens_per_second"] for r in records}
-    figure = Figure(figsize=(max(7.0, 1.5 * len(groups)), 4.2), layout="constrained")
-    axes = figure.subplots()
-    width = 0.8 / len(modes)
-    for i, mode in enumerate(modes):
-        places = [g + (i - (len(modes) - 1) / 2) * width for g in range(len(groups))]
-        axes.bar(places, [speeds[g, mode] for g in groups], width, label=mode)
-    axes.set_xticks(range(len(groups)), [g.replace(" ", "\n", 1).replace("_", "\n", 1) for g in groups], fontsize=8)
-    axes.set_ylabel("tokens/s after the first token")
-    settings = result["settings"]
-    _finish(axes, f"{settings['target']}, {settings['dtype']}, {settings['device']}", len(modes))
-    figure.savefig(file, dpi=150)
+    A drafted tree is told by its first path; strings of tokens are quoted, so that spaces and line ends are seen.
+    """
+    heads = ["step", "pending", "intent", "match", "drafted by", "why", "draft", "accepted", "ms"]
+    pieces = trace.texts[text].pieces if trace.texts else ()
+    rows = []
+    for record in (r for r in trace if r.text == text):
+        pending = pieces[record.position] if record.position < len(pieces) else ""
+        drafted = "".join(trace.string(record.tokens[i]) for i in _first_path(record.parents))
+        accepted = "".join(trace.string(record.tokens[i]) for i in record.accepted)
+        took = record.draft_ms + record.verify_ms + record.overhead_ms
+        rows.append([
+            str(record.step), repr(pending), cell(record.intent, ".2f"), str(record.match_length),
+            " + ".join(dict.fromkeys(record.source)) or "–", record.reason, repr(drafted) if drafted else "",
+            repr(accepted) if accepted else "", f"{took:.1f}",
+        ])  # fmt: skip
+    return heads, rows
 
 
-def _finish(axes: Any, title: str, labels: int) -> None:
-    axes.set_title(title, fontsize=9)
-    axes.set_ylim(0, 1.15 * axes.get_ylim()[1])  # room for the legend
-    axes.legend(frameon=False, fontsize=8, ncols=min(labels, 6))
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+def _first_path(parents: Sequence[int]) -> list[int]:
+    """Nodes from the first child of the pending token on, always by the first child."""
+    path: list[int] = []
+    for node, parent in enumerate(parents):
+        if parent == (path[-1] if path else -1):
+            path.append(node)
+    return path

@@ -30,8 +30,8 @@ from decoding.joint import AGREE, ALONE, BESIDE, PASSED_OVER, odds
 from decoding.lengths import DraftRows, copy_rows, fit_draft
 from decoding.modes import ModeSettings
 from decoding.readings import summary
-from decoding.replay import LoggedDrafter, follow, options, oracle, replay, walk
-from decoding.replay_log import LogError, LoggedText, log_text, read_log
+from decoding.replay import LoggedDrafter, Walk, follow, options, oracle, replay, speedup, walk
+from decoding.replay_log import LogError, LoggedText, log_answers, log_text, read_log
 from decoding.trace import Trace
 from decoding.tree import DraftTree
 from probes.artifact import ProbeError
@@ -134,6 +134,36 @@ def test_an_answer_without_a_step_cannot_be_logged(small_target: Callable[..., T
     drafter = EagleDrafter(target, random_head(), sites=SITES)
     with pytest.raises(LogError, match="an answer of 1 tokens has no step to log"):
         log_text(target, drafter, [1, 2, 3], 2, key="x", source="train", stopped=True)
+
+
+def test_answers_are_written_and_logged(small_target: Callable[..., Target]) -> None:
+    target = small_target("llama")
+    drafter = EagleDrafter(target, random_head(), sites=SITES)
+    prompts = [[1, 5, 9, 5, 9, 5], [30, 31, 32, 30, 31]]
+    texts = log_answers(target, drafter, prompts, limit=20, ahead=6, depth=3, sites=["resid_mid.2"])
+    assert [t.key for t in texts] == ["0000", "0001"]
+    for text, prompt in zip(texts, prompts, strict=True):
+        answer = Decoder(target).generate(prompt, mode="ar", max_new_tokens=26).tokens
+        assert text.ids == [*prompt, *answer] and text.prompt == len(prompt)
+        assert text.steps == 19 == len(text.states["resid_mid.2"])
+        alone = log_text(
+            target, drafter, text.ids, len(prompt), key=text.key, source="prompts", stopped=text.stopped, limit=20,
+            depth=3,
+        )  # fmt: skip
+        assert torch.equal(text.tokens, alone.tokens)
+
+
+def test_a_speedup_is_that_of_totals_with_an_interval_over_texts() -> None:
+    walks = [Walk(tokens=[10, 20], milliseconds=times) for times in ([100.0, 100.0], [300.0, 200.0])]
+    found = speedup(*walks)
+    assert found.estimate == pytest.approx(2.5)
+    assert (found.lower, found.upper) == (2.0, 3.0)  # either text alone
+    same = speedup(walks[0], walks[0])
+    assert (same.estimate, same.lower, same.upper) == (1.0, 1.0, 1.0)
+    one = speedup(Walk(tokens=[4], milliseconds=[2.0]), Walk(tokens=[4], milliseconds=[3.0]))
+    assert one.estimate == pytest.approx(1.5) and np.isnan(one.lower)
+    with pytest.raises(ValueError, match="the same texts"):
+        speedup(walks[0], Walk(tokens=[10, 21], milliseconds=[1.0, 1.0]))
 
 
 def test_summary_of_logits() -> None:
