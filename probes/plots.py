@@ -21,6 +21,9 @@ from probes.thresholds import Chosen, by_threshold
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from probes.evaluation import Interval
+    from probes.families import Reading
+
 BINS = 20
 """Bins of a distribution."""
 
@@ -40,6 +43,55 @@ def sweep_map(report: Values, label: str, estimator: str) -> Figure | None:
     figure, axes = panel(1.1 + 0.42 * len(kinds), f"{label}, {estimator}")
     heat(figure, axes, values, kinds, [str(b) for b in blocks], (min(known, default=0), max(known, default=1)))
     axes.set(xlabel="block", ylabel="kind of site")
+    return figure
+
+
+def families(found: Mapping[str, Sequence[tuple[float, Interval]]], scope: str = "match") -> Figure:
+    """AUC of each target's probes on the test part over their relative depth, with 95 % intervals over documents.
+
+    `found` holds by target's name the pairs of `probes.families.auc_by_depth`."""
+    figure, axes = panel(4.2, f"Probes by depth, {SCOPES[scope]}")
+    for number, (name, points) in enumerate(found.items()):
+        shift = 0.008 * (number - (len(found) - 1) / 2)  # bars of one depth side by side
+        depths = [depth + shift for depth, _ in points]
+        axes.plot(
+            depths, [auc.estimate for _, auc in points], marker="o", markersize=4, label=shown(name), **style(number)
+        )
+        for depth, (_, auc) in zip(depths, points, strict=True):
+            axes.plot([depth, depth], [auc.lower, auc.upper], color=style(number)["color"], linewidth=1.2)
+    axes.axhline(0.5, color=GREY, linewidth=1, label="knows nothing")
+    axes.set(xlabel="relative depth (0: first block, 1: last)", ylabel="AUC")
+    figure.legend(loc="outside lower left", frameon=False, fontsize=8.5, ncols=2)
+    return figure
+
+
+def along(readings: Mapping[str, Reading], answer: str, spans: Sequence[tuple[int, int]] = ()) -> Figure:
+    """Copy intent of each target along one answer that all of them read; shaded are the letters `spans` (from, to) that
+    stand in the prompt as well."""
+    figure, axes = panel(4.4, "Copy intent along one text", 7.2)
+    for start, end in spans:
+        axes.axvspan(
+            start,
+            end,
+            color=GREY,
+            alpha=0.15,
+            linewidth=0,
+            label="stands in the prompt" if start == spans[0][0] else None,
+        )
+    for number, (name, reading) in enumerate(readings.items()):
+        axes.plot(reading.ends, reading.intent, marker="o", markersize=3, label=shown(name), **style(number))
+    ends, at = [], 0
+    for word in answer.split(" "):
+        at += len(word) + 1
+        ends.append(min(at - 1, len(answer)))
+    axes.set_xticks(ends, [shown(word, 14) for word in answer.split(" ")], rotation=90, fontsize=8)
+    axes.set(
+        ylabel="copy intent (probability)",
+        xlabel="the answer: each dot ends a token, which its probe has not seen",
+        ylim=(-0.03, 1.03),
+        xlim=(0, len(answer) + 1),
+    )
+    figure.legend(loc="outside lower left", frameon=False, fontsize=8.5, ncols=3)
     return figure
 
 
