@@ -1,6 +1,7 @@
 # make demo   set everything up and watch the switch work
 # make test   set everything up and run the checks and the tests
 # make test-notebooks   run every notebook
+# make notebooks   run every notebook and keep what it shows
 # make docs   the documentation as pages, in site/
 # make lint   only ruff and mypy
 # make install   only the set-up, into .venv
@@ -22,7 +23,7 @@ SERVING_STAMP := $(SERVING)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
-.PHONY: help demo test test-notebooks test-serving docs lint install clean
+.PHONY: help demo test notebooks test-notebooks test-serving docs lint install clean
 .DEFAULT_GOAL := help
 
 help:
@@ -48,6 +49,11 @@ lint: $(STAMP)
 
 test: lint
 	$(BIN)/pytest
+
+# Without the filter every notebook would begin with a warning that there are no widgets.
+notebooks: $(STAMP)
+	$(BIN)/jupytext --quiet --to ipynb notebooks/*.py
+	PYTHONWARNINGS='ignore:IProgress not found' $(BIN)/jupyter-nbconvert --log-level=WARN --to=notebook --inplace --execute --ExecutePreprocessor.record_timing=False --NotebookExporter.preprocessors=nbconvert.preprocessors.CoalesceStreamsPreprocessor notebooks/*.ipynb
 
 test-notebooks: $(STAMP)
 	$(BIN)/pytest --nbmake --nbmake-timeout=600 notebooks
