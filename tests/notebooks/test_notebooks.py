@@ -20,7 +20,7 @@ SCRIPTS = sorted(FOLDER.glob("*.py"))
 MOST_BYTES = 400_000
 VIEWER_BYTES = 1_500_000
 """Of a notebook that shows a trace inline."""
-WIDEST = 900
+WIDEST = 1000
 """Pixels of a picture."""
 PLACES = re.compile(r"(?<![\w.])/(?:home|root|tmp|work|Users|usr|opt)/|site-packages|[A-Z]:\\\\")
 NOISE = re.compile(r"Warning|Traceback|\bit/s\b|\d+%\|| object at 0x[0-9a-f]+")
@@ -62,7 +62,7 @@ class TestNotebook:
         assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
         assert not [o.evalue for cell in cells for o in cell.outputs if o.output_type == "error"]
 
-    def test_it_asks_a_question_and_answers_it(self, script: Path) -> None:
+    def test_it_asks_a_question_and_says_its_limits(self, script: Path) -> None:
         cells = jupytext.read(script).cells
         assert cells[0].cell_type == "markdown" and cells[0].source.startswith("# ")
         assert "?**" in cells[0].source, "the question stands at the top, in bold"
@@ -92,7 +92,7 @@ class TestNotebook:
         notebook = read(script)
         assert set(notebook.metadata) <= {"jupytext", "kernelspec", "language_info"}
         assert notebook.metadata.kernelspec.name == "python3"
-        assert all(set(cell.metadata) <= {"tags"} for cell in notebook.cells)
+        assert all(set(cell.metadata) <= {"tags", "lines_to_next_cell"} for cell in notebook.cells)
 
 
 def test_what_counts_as_noise() -> None:
