@@ -148,7 +148,7 @@ def gap(
     return forest(named, title, xlabel or f"tokens/s over {base}", zero)
 
 
-def lengths(walks: Mapping[str, Walk]) -> Figure:
+def step_shares(walks: Mapping[str, Walk]) -> Figure:
     """What steps are made of: shares of the steps that copied, that the head alone drafted for, and without a draft."""
     figure, axes = panel(1.3 + 0.34 * len(walks), "What steps draft", 5.6)
     for y, walked in enumerate(walks.values()):

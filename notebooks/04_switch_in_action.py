@@ -237,7 +237,7 @@ walks = {
 plots.gap({name: speedup(walk, alone) for name, walk in walks.items()}, "the target alone")
 
 # %%
-plots.lengths({name: walk for name, walk in walks.items() if "oracle" not in name})
+plots.step_shares({name: walk for name, walk in walks.items() if "oracle" not in name})
 
 # %% [markdown]
 # False copies over all texts. *In vain* is the time of steps that copied alone and had nothing accepted; each of them

@@ -117,7 +117,7 @@ def test_a_gap_has_its_intervals() -> None:
 
 def test_shares_of_steps_add_up() -> None:
     walks = {"switch": Walk(steps=10, copies=5, empty=2, plain=1), "alone": Walk(steps=4, plain=4)}
-    figure: Any = plots.lengths(walks)
+    figure: Any = plots.step_shares(walks)
     check_axes(figure)
     widths = np.array([bar.get_width() for bar in figure.axes[0].patches]).reshape(2, 4)
     np.testing.assert_allclose(widths, [[0.3, 0.2, 0.4, 0.1], [0, 0, 0, 1]])
