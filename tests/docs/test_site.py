@@ -40,10 +40,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def hooks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
+    return loaded("hooks")
+
+
+def loaded(name: str) -> ModuleType:
+    """A module of the folder docs, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["docs_hooks"] = module
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -110,6 +115,19 @@ def test_modules_of_the_api_are_all_public_ones(hooks: ModuleType) -> None:
         listed = hooks.modules(package).split("\n\n")
         files = [f for f in (ROOT / package).rglob("*.py") if f.stem == "__init__" or not f.stem.startswith("_")]
         assert len(listed) == len(files) == len(set(listed))
+
+
+def test_docstrings_are_shown_as_they_are_written() -> None:
+    plain = loaded("docstrings").plain
+    assert plain("Weights [out][in] of <name>, `a[b][c]` and `<x>`.") == (
+        "Weights [out]\\[in] of &lt;name>, `a[b][c]` and `<x>`."
+    )
+    columns = "config.json     what it is\nweights         [out, in] of <name>"
+    assert plain(f"Two files:\n\n{columns}\n\nDone.") == (
+        "Two files:\n\n    config.json     what it is\n    weights         [out, in] of <name>\n\nDone."
+    )
+    code = "    x = a[b][c]   # <as it is>"
+    assert plain(code) == code
 
 
 def test_quoted_messages_are_those_of_the_code() -> None:
