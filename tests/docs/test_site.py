@@ -117,6 +117,15 @@ def test_modules_of_the_api_are_all_public_ones(hooks: ModuleType) -> None:
         assert len(listed) == len(files) == len(set(listed))
 
 
+@pytest.mark.parametrize("package", PACKAGES[:3])
+def test_the_tree_of_the_readme_names_what_is_there(package: str) -> None:
+    tree = re.search(rf"^{package}/ .*\n((?:  .*\n)+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert tree is not None
+    told = [name for line in tree[1].splitlines() if line[2] != " " for name in line[2:].split("  ")[0].split(" ")]
+    there = [p.name + "/" * p.is_dir() for p in (ROOT / package).iterdir() if p.suffix == ".py" or p.is_dir()]
+    assert sorted(told) == sorted(set(there) - {"__init__.py", "__pycache__/"})
+
+
 def test_docstrings_are_shown_as_they_are_written() -> None:
     plain = loaded("docstrings").plain
     assert plain("Weights [out][in] of <name>, `a[b][c]` and `<x>`.") == (
