@@ -7,6 +7,7 @@ from typing import Any
 
 from decoding.decoder import Decoder, Event, Generation
 from decoding.engine import Engine
+from decoding.trace import Trace
 
 
 class Chat:
@@ -23,6 +24,8 @@ class Chat:
         self._call = decoder.call(**options)
         self._start = [{"role": "system", "content": system}] if system else []
         self._engine: Engine | None = None
+        self._trace: Trace | None = None
+        """Of all turns, also of those before a reset."""
         self.messages: list[dict[str, str]] = list(self._start)
         """The conversation so far; an interrupted answer stands in it as far as it went."""
         self.reused = 0
@@ -37,8 +40,9 @@ class Chat:
         ids = self.decoder.target.encode(messages)
         if self._engine is None:
             call, target = self._call, self.decoder.target
-            trace = self.decoder.tracing(call.mode, call.plan, call.settings, call.sampling)
-            self._engine = Engine(target, call.plan, trace=trace, mode=call.mode, keeps=True)
+            if self._trace is None:
+                self._trace = self.decoder.tracing(call.mode, call.plan, call.settings, call.sampling)
+            self._engine = Engine(target, call.plan, trace=self._trace, mode=call.mode, keeps=True)
         self.decoder.trace = self._engine.trace
         request = self._call.request(0, ids, self.decoder.target.max_length)
         answer = ""
@@ -56,7 +60,7 @@ class Chat:
         return done
 
     def reset(self) -> None:
-        """Start again: only the system message stays."""
+        """Start again: only the system message stays. The trace goes on."""
         self.close()
         self.messages = list(self._start)
 

@@ -116,7 +116,6 @@ class Engine:
         self._steps: dict[Request, int] = {}
         self._texts: dict[Request, int] = {}
         """Where each request's text stands in the trace."""
-        self._began = perf_counter()
         self._sites: dict[str, list[Site]] = {}
         for drafter in plan.drafters:
             found = self._guarded(drafter, lambda d=drafter: target.sites(d.sites))  # type: ignore[misc]
@@ -405,7 +404,7 @@ class Engine:
         record = StepRecord(
             request=request.number,
             step=self._steps[request],
-            start=verified - (draft.draft_ms + draft.gate_ms) / 1e3 - self._began,
+            start=verified - (draft.draft_ms + draft.gate_ms) / 1e3 - self.trace.began,
             position=len(request.tokens) - len(verdict.path) - 2,
             mode=self.mode,
             drafters=tuple(name for name, _ in draft.decision.drafts),

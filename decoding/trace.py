@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -136,6 +137,8 @@ class Trace:
         """`decode` gives the strings of tokens; without it they are told by their ids."""
         self.records: list[StepRecord] = list(records)
         self.about = about
+        self.began = perf_counter()
+        """From when records count their seconds."""
         self._decode = decode
         self._requests: list[Request] = []
         """Those of the texts, which grow with them."""

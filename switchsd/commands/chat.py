@@ -13,6 +13,7 @@ import typer
 
 from decoding.chat import Chat
 from decoding.modes import MODES, ModeSettings, told_modes
+from decoding.trace import Trace
 from switchsd.live import show_events, told
 from switchsd.loading import AUTO, LoadConfig, load, measure_costs
 from switchsd.options import UsageError, check_output
@@ -60,33 +61,48 @@ def chat(
         "seed": seed,
     }  # fmt: skip
     with Chat(decoder, system, **options) as conversation:
-        if sys.stdin.isatty():
-            notes.print(HELP)
-        for line in _lines():
-            if line == "/quit":
-                break
-            if line == "/reset":
-                conversation.reset()
-                continue
-            if line.startswith("/"):
-                notes.print(f"unknown command {line.split()[0]}: {HELP}")
-                continue
-            if json:
-                as_json(
-                    {
-                        "mode": mode,
-                        "lossless": MODES[mode].lossless,
-                        **told(conversation.send(line)),
-                        "reused_tokens": conversation.reused,
-                    }
-                )
-                continue
-            show_events(decoder, conversation.stream(line), mode)
-            notes.print(f"{conversation.reused} of {conversation.prompt_tokens} prompt tokens were there already")
-        if trace is not None:
-            decoder.trace.save(trace)
-            if not json:
-                notes.print(f"{trace}: switchsd view {quote(str(trace))} shows it")
+        try:
+            _talk(conversation, mode, json)
+        finally:  # whatever ended it, what was said is kept
+            if trace is not None:
+                _keep(decoder.trace, trace, json)
+
+
+def _talk(conversation: Chat, mode: str, json: bool) -> None:
+    """Turns until the user has enough."""
+    if sys.stdin.isatty():
+        notes.print(HELP)
+    for line in _lines():
+        if line == "/quit":
+            break
+        if line == "/reset":
+            conversation.reset()
+            continue
+        if line.startswith("/"):
+            notes.print(f"unknown command {line.split()[0]}: {HELP}")
+            continue
+        if json:
+            as_json(
+                {
+                    "mode": mode,
+                    "lossless": MODES[mode].lossless,
+                    **told(conversation.send(line)),
+                    "reused_tokens": conversation.reused,
+                }
+            )
+            continue
+        show_events(conversation.decoder, conversation.stream(line), mode)
+        notes.print(f"{conversation.reused} of {conversation.prompt_tokens} prompt tokens were there already")
+
+
+def _keep(trace: Trace, file: Path, json: bool) -> None:
+    """Write the trace; one without a turn would only overwrite what is there."""
+    if not trace.texts:
+        notes.print(f"nothing was said: {file} is not written")
+        return
+    trace.save(file)
+    if not json:
+        notes.print(f"{file}: switchsd view {quote(str(file))} shows it")
 
 
 def _lines() -> Iterator[str]:

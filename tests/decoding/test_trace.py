@@ -94,6 +94,22 @@ def test_a_chat_has_a_text_a_turn(small_target: Any) -> None:
     assert {r.text for r in chat.decoder.trace} == {0, 1}
 
 
+def test_a_chat_that_starts_again_keeps_its_former_turns(small_target: Any) -> None:
+    target = copy.copy(small_target())
+    target.tokenizer = copy.copy(target.tokenizer)
+    target.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with Chat(Decoder(target), mode="copy", max_new_tokens=5) as chat:
+        chat.send("0123")
+        [former] = chat.decoder.trace.texts
+        chat.reset()
+        chat.send("45")
+        trace = chat.decoder.trace
+    assert trace.texts[0] == former and len(trace.texts[1].prompt) < len(former.prompt)
+    assert {r.text for r in trace} == {0, 1}
+    starts = [r.start for r in trace]
+    assert starts == sorted(set(starts)), "time runs on"
+
+
 def test_a_trace_of_version_1_loads_without_texts(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
