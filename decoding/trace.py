@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
@@ -218,7 +219,8 @@ class Trace:
         target = Path(path)
         scratch = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            pq.write_table(table, scratch)
+            with open(scratch, "wb") as file:  # pyarrow takes no names that are not UTF-8
+                pq.write_table(table, file)
             scratch.replace(target)
         finally:
             scratch.unlink(missing_ok=True)
@@ -230,27 +232,30 @@ class Trace:
         import pyarrow.parquet as pq
 
         try:
-            table = pq.read_table(path)
-        except (OSError, pa.ArrowInvalid) as error:
+            with open(path, "rb") as file:
+                table = pq.read_table(file)
+        except (OSError, pa.ArrowException) as error:
             raise ValueError(f"cannot read the trace {os.fspath(path)}: {error}") from error
         missing = [f.name for f in fields(StepRecord) if f.name not in table.column_names and f.default is MISSING]
         if missing:
             raise ValueError(f"{os.fspath(path)} is no trace of this version: it lacks {', '.join(missing)}")
-        rows = table.select([f.name for f in fields(StepRecord) if f.name in table.column_names]).to_pylist()
-        trace = cls(_record(row) for row in rows)
+        try:
+            trace = cls(_records(table))
+        except (ValueError, KeyError, pa.ArrowException) as error:
+            raise ValueError(f"the steps of the trace {os.fspath(path)} cannot be read: {error}") from error
         beside = (table.schema.metadata or {}).get(TEXTS)
         if beside is not None:
             try:
                 trace._take(json.loads(beside))
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 raise ValueError(f"the texts of the trace {os.fspath(path)} cannot be read: {error}") from error
         return trace
 
     def _take(self, beside: dict[str, Any]) -> None:
         """What stood beside the records in a file."""
         about = beside["about"]
-        self.about = None if about is None else About(**about)
-        self._read = [TracedText(**_tuples(text)) for text in beside["texts"]]
+        self.about = None if about is None else _typed(About(**about))
+        self._read = [_typed(TracedText(**_tuples(text))) for text in beside["texts"]]
         for text in self._read:
             if not len(text.pieces) == len(text.prompt) + len(text.tokens) == len(text.prompt) + len(text.sources):
                 raise ValueError(f"the text of request {text.request} has not a string and a source for each token")
@@ -274,8 +279,67 @@ def spell(decode: Decode, tokens: Sequence[int]) -> list[str]:
     return pieces
 
 
-def _record(row: dict[str, Any]) -> StepRecord:
-    return StepRecord(**_tuples(row))
+def _records(table: Any) -> list[StepRecord]:
+    """Of a Parquet table. Raises ValueError, KeyError or ArrowException for what no engine writes."""
+    import pyarrow as pa
+
+    there = [field for field in _schema() if field.name in table.column_names]
+    table = table.select([field.name for field in there]).cast(pa.schema(there))
+    optional = {f.name for f in fields(StepRecord) if str(f.type).endswith("None")}
+    for field_ in there:
+        column = table.column(field_.name)
+        missing = column.null_count
+        if pa.types.is_list(field_.type):
+            missing += sum(chunk.flatten().null_count for chunk in column.chunks)
+        if missing and field_.name not in optional:
+            raise ValueError(f"{field_.name} lacks values")
+    records = [StepRecord(**_tuples(row)) for row in table.to_pylist()]
+    for row, record in enumerate(records):
+        wrong = _wrong(record)
+        if wrong:
+            raise ValueError(f"step {row}: {wrong}")
+    return records
+
+
+def _wrong(record: StepRecord) -> str:
+    """What in a record contradicts itself; empty where nothing does."""
+    count = len(record.tokens)
+    for name in ("parents", "source", "logq"):
+        if len(getattr(record, name)) != count:
+            return f"{name} has {len(getattr(record, name))} values for {count} drafted tokens"
+    for node, parent in enumerate(record.parents):
+        if not -1 <= parent < node:
+            return f"the parent of node {node} is {parent}; parents stand before their children"
+    for name in ("accepted", "kept"):
+        for node in getattr(record, name):
+            if not 0 <= node < count:
+                return f"{name} names node {node} of {count} drafted tokens"
+    for name in ("start", "draft_ms", "verify_ms", "overhead_ms"):
+        if not math.isfinite(getattr(record, name)):
+            return f"{name} is {getattr(record, name)}"
+    if record.position < 0 or record.match_length < 0:
+        return f"position is {record.position} and match_length {record.match_length}; neither can be below 0"
+    return ""
+
+
+KINDS: dict[str, type | tuple[type, ...]] = {
+    "str": str, "int": int, "bool": bool, "str | None": (str, type(None)), "int | None": (int, type(None)),
+    "float | None": (int, float, type(None)), "dict[str, Any]": dict, "tuple[int, ...]": int, "tuple[str, ...]": str,
+}  # fmt: skip
+"""What the annotations of texts and of what stands about them say; of a tuple, of each value in it."""
+
+
+def _typed(made: Any) -> Any:
+    """`made`, whose fields are of the types that they should be. Raises TypeError."""
+    for f in fields(made):
+        value, annotation = getattr(made, f.name), str(f.type)
+        several = annotation.startswith("tuple")
+        if several and not isinstance(value, tuple):
+            raise TypeError(f"{f.name} is no list")
+        for one in value if several else (value,):
+            if not isinstance(one, KINDS[annotation]):
+                raise TypeError(f"{f.name} has {one!r:.40}, where {annotation} is due")
+    return made
 
 
 def _tuples(row: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
+import os
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ from hypothesis import strategies as st
 from decoding.chat import Chat
 from decoding.decoder import Decoder
 from decoding.modes import ModeSettings
-from decoding.trace import TEXTS, StepRecord, Trace, spell
+from decoding.trace import TEXTS, About, StepRecord, Trace, spell
 
 TEXT_WITHOUT_PIECES = """{"about": null, "strings": {}, "texts": [
     {"request": 0, "prompt": [1], "tokens": [], "sources": [], "pieces": []}
@@ -131,6 +135,94 @@ def test_texts_that_cannot_be_read_are_named(beside: str, tmp_path: Path) -> Non
     pq.write_table(table.replace_schema_metadata({TEXTS: beside}), tmp_path / "t.parquet")
     with pytest.raises(ValueError, match=r"the texts of the trace .*t\.parquet cannot be read"):
         Trace.load(tmp_path / "t.parquet")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        '{"tau": "high"}', '{"target": 5}', '{"lossless": null}', '{"settings": [1]}', '{"pieces": "ab"}',
+        '{"pieces": [1, 2]}', '{"tokens": ["2"]}', '{"sources": [null]}', '{"request": "a"}', '{"prompt": null}',
+    ],
+)  # fmt: skip
+def test_texts_of_wrong_types_are_named(wrong: str, tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    about = asdict(About("t", "ar", True, "Never", None, None, None, None))
+    text = {"request": 0, "prompt": [1], "tokens": [2], "sources": ["copy"], "pieces": ["a", "b"]}
+    beside = {"about": about, "texts": [text], "strings": {}}
+    file = tmp_path / "t.parquet"
+    Trace([record(0, None)]).save(file)
+    table = pq.read_table(file)
+    pq.write_table(table.replace_schema_metadata({TEXTS: json.dumps(beside)}), file)
+    assert Trace.load(file).texts[0].pieces == ("a", "b")
+    [(name, value)] = json.loads(wrong).items()
+    (about if name in about else text)[name] = value
+    pq.write_table(table.replace_schema_metadata({TEXTS: json.dumps(beside)}), file)
+    with pytest.raises(ValueError, match=f"the texts of the trace .* cannot be read: {name} (has|is)"):
+        Trace.load(file)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"source": ("copy",)}, "source has 1 values for 2 drafted tokens"),
+        ({"logq": (0.0,) * 3}, "logq has 3 values"),
+        ({"parents": (0, 0)}, "the parent of node 0 is 0"),
+        ({"parents": (-2, 0)}, "the parent of node 0 is -2"),
+        ({"accepted": (2,)}, "accepted names node 2 of 2"),
+        ({"kept": (-1,)}, "kept names node -1"),
+        ({"verify_ms": math.inf}, "verify_ms is inf"),
+        ({"start": math.nan}, "start is nan"),
+        ({"position": -1}, "position is -1"),
+        ({"reason": None}, "reason lacks values"),
+        ({"tokens": (7, None)}, "tokens lacks values"),
+    ],
+)
+def test_steps_that_contradict_themselves_are_named(wrong: dict[str, Any], says: str, tmp_path: Path) -> None:
+    Trace([record(2, math.inf), replace(record(2, None), **wrong)]).save(tmp_path / "t.parquet")
+    with pytest.raises(ValueError, match=f"the steps of the trace .* cannot be read: .*{says}"):
+        Trace.load(tmp_path / "t.parquet")
+
+
+def test_columns_of_another_type_are_named_or_read(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    trace, file = Trace(record(i, None) for i in range(3)), tmp_path / "t.parquet"
+    trace.save(file)
+    table = pq.read_table(file)
+    place = table.column_names.index("step")
+    pq.write_table(table.set_column(place, "step", pa.array([0, 1, 2], pa.int8())), file)
+    assert Trace.load(file).records == trace.records
+    for values in (["a", "b", "c"], [[0], [1], [2]], [0.5, 1.5, 2.5]):
+        pq.write_table(table.set_column(place, "step", pa.array(values)), file)
+        with pytest.raises(ValueError, match=r"the steps of the trace .* cannot be read"):
+            Trace.load(file)
+
+
+def test_any_name_that_the_system_knows(tmp_path: Path) -> None:
+    file = tmp_path / os.fsdecode(b'n\xff "><b>.parquet')
+    Trace([record(1, None)]).save(file)
+    assert Trace.load(file).records == [record(1, None)]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_trace_that_is_read_goes_on(tmp_path: Path) -> None:
+    """Saved twice, read, added to, saved and read again."""
+    from made_traces import made, write
+
+    trace, _ = made(tokens=20)
+    for _ in range(2):
+        trace.save(tmp_path / "t.parquet")
+    read = Trace.load(tmp_path / "t.parquet")
+    write(read, 10, 5, 1, 200)
+    read.save(tmp_path / "u.parquet")
+    again = Trace.load(tmp_path / "u.parquet")
+    assert again.records == read.records and again.records[: len(trace)] == trace.records
+    assert again.texts == read.texts and again.texts[0] == trace.texts[0]
+    assert {r.text for r in again.records[len(trace) :]} == {1}
+    for token in trace.records[0].tokens:
+        assert again.string(token) == trace.string(token)
 
 
 @given(st.text(max_size=60))

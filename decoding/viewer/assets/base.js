@@ -114,6 +114,12 @@ class Side {
     return this.get("intent", row);
   }
 
+  // The gate's threshold, where it is one that can be drawn: not of a gate without, nor of one that never copies.
+  get tau() {
+    const tau = this.trace.about?.tau;
+    return typeof tau === "number" ? tau : null;
+  }
+
   seconds(row) {
     return (this.get("draft_ms", row) + this.get("verify_ms", row) + this.get("rest_ms", row)) / 1e3;
   }

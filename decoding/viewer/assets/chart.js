@@ -79,7 +79,7 @@ class IntentCurve extends Curve {
     this.high = Math.max(1, ...bounds(numbers));
     this.intents = intents;
     this.known = numbers.length > 0;
-    const tau = side.trace.about?.tau ?? null;
+    const { tau } = side;
     this.tau = tau;
     this.caption.textContent = !rows.length ? "No steps." : this.known
       ? "Copy intent before each step (● copied, × copied and kept nothing, ○ not copied), and below it the accepted length."

@@ -54,7 +54,7 @@ class Details {
     const get = (name) => side.get(name, row);
     const tau = side.trace.about?.tau ?? null;
     const facts = [
-      ["copy intent", get("intent") === null ? null : number(get("intent"), 3) + (tau === null ? "" : ` (τ ${+tau.toFixed(3)})`)],
+      ["copy intent", get("intent") === null ? null : number(get("intent"), 3) + (tau === null ? "" : ` (τ ${number(tau, 3)})`)],
       ["suffix match", get("match_length") ? `${counted(get("match_length"), "token")}, candidate at ${get("match_start")}` : "none"],
       ["pending token at", get("position")],
       ["draft", `${number(get("draft_ms"), 2)} ms`],
