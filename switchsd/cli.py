@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import errno
 import importlib
+import io
 import os
 import signal
 import sys
@@ -81,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"switchsd {__version__}")
         return OK
     warnings.formatwarning = _format
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a letter that the terminal lacks ends no command
     try:
         application(asked)(arguments, prog_name="switchsd")
     except SystemExit as done:

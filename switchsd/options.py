@@ -28,6 +28,8 @@ def check_output(file: Path) -> None:
     """Raises UsageError for a place where a file cannot be written, before the work that it is to hold."""
     if not file.absolute().parent.is_dir():
         raise UsageError(f"no such folder: {file.absolute().parent}")
+    if not os.access(file.absolute().parent, os.W_OK):
+        raise UsageError(f"{file.absolute().parent} cannot be written to: choose another folder")
     if file.exists() and not file.is_file():  # a device would be replaced by a file
         raise UsageError(f"{file} is there and is no file: choose another name")
 

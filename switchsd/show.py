@@ -46,7 +46,12 @@ def counted(number: int, noun: str) -> str:
 
 def as_json(value: object) -> None:
     """One JSON object on standard output, without colours or wrapping."""
-    print(json.dumps(value, ensure_ascii=False, default=str))
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:  # names of files may be no text, and a terminal may know few letters
+        text = json.dumps(value, default=str)
+    print(text)
 
 
 def table(heads: Iterable[str], rows: Iterable[Iterable[object]], title: str | None = None) -> Table:

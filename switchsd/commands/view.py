@@ -35,6 +35,8 @@ def view(
             raise UsageError(f"--out is {file}, which is read: choose another name for the page")
     if compare and traces[0].resolve() == traces[1].resolve():
         raise UsageError(f"{traces[0]} is named twice: --compare takes two traces")
+    if file.suffix == ".parquet":
+        raise UsageError(f"--out is {file}, a name of a trace: the page is HTML, name it {file.stem}.html")
     check_output(file)
     from decoding.trace import Trace
     from decoding.viewer import compared, page
@@ -55,9 +57,12 @@ def view(
             made = compared(read[0], read[1], (names[0], names[1]), first)
         else:
             made = page(read[0], names[0], first)
-    scratch = file.with_name(f"{file.name}.tmp")
-    scratch.write_text(made, encoding="utf-8")
-    os.replace(scratch, file)
+    scratch = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        scratch.write_text(made, encoding="utf-8")
+        scratch.replace(file)
+    finally:
+        scratch.unlink(missing_ok=True)
     if json:
         shown = [{"trace": str(trace), "texts": one} for trace, one in zip(traces, told, strict=True)]
         as_json({"file": str(file), "traces": shown})

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,14 +102,67 @@ def test_what_cannot_be_shown(traces: tuple[Path, Path], tmp_path: Path, run: Ru
         (USAGE, "--out is", [first, "--out", first]),
         (USAGE, "no such folder", [first, "--out", tmp_path / "none" / "page.html"]),
         (USAGE, "is no file", [first, "--out", tmp_path]),
+        (USAGE, "name it ar.html", [first, "--out", second]),
         (FAILURE, "cannot read the trace", [tmp_path / "broken.parquet"]),
     ]
-    before = first.read_bytes()
+    before = [trace.read_bytes() for trace in traces]
     for wanted, says, arguments in cases:
         given = arguments if "--out" in arguments else [*arguments, "--out", page]
         code, out, told = run("view", *given)
         assert (code, out) == (wanted, "") and says in told, told
-    assert not page.exists() and first.read_bytes() == before
+    assert not page.exists() and [trace.read_bytes() for trace in traces] == before
+
+
+def test_a_folder_that_cannot_be_written_to_is_a_usage_error(
+    traces: tuple[Path, Path], tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda place, way: way != os.W_OK)
+    code, _, told = run("view", traces[0], "--out", tmp_path / "page.html")
+    assert code == USAGE and f"{tmp_path} cannot be written to" in told
+
+
+def test_only_the_page_is_written(traces: tuple[Path, Path], tmp_path: Path, run: Run) -> None:
+    """Files beside it are the user's; a name may be any that the system knows."""
+    mine = tmp_path / "page.html.tmp"
+    mine.write_text("mine")
+    trace = tmp_path / os.fsdecode(b'n\xff "><b>.parquet')
+    trace.write_bytes(traces[0].read_bytes())
+    code, out, _ = run("view", trace, "--out", tmp_path / "page.html", "--json")
+    assert code == OK and json.loads(out)["traces"][0]["trace"] == str(trace)
+    assert run("view", "--compare", trace, traces[1], "--out", tmp_path / "page.html")[0] == OK
+    assert mine.read_text() == "mine" and len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_a_terminal_that_lacks_letters(
+    traces: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    page = tmp_path / os.fsdecode("caf\u00e9 ".encode() + b"\xff.html")
+    for options in ([], ["--json"]):
+        stdout = io.TextIOWrapper(io.BytesIO(), encoding)
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main(["view", str(traces[0]), "--out", str(page), *options]) == OK
+        stdout.flush()
+        said = stdout.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+        assert (
+            json.loads(said)["file"] == str(page) if options else said.endswith("\\udcff.html: open it in a browser\n")
+        )
+
+
+def test_a_page_that_cannot_be_written_whole_leaves_the_former_one(
+    traces: tuple[Path, Path], tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("former")
+
+    def full(file: Path, *_: object, **__: object) -> int:
+        file.touch()
+        raise OSError(errno.ENOSPC, "no space", str(file))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    code, _, told = run("view", traces[0], "--out", page)
+    assert code == FAILURE and "the disk is full" in told
+    assert page.read_text() == "former" and [p.name for p in tmp_path.iterdir()] == ["page.html"]
 
 
 def test_a_trace_without_texts_is_shown(tmp_path: Path, run: Run) -> None:
