@@ -93,8 +93,8 @@ def colours(sources: list[str]) -> str:
     dark = "".join(f"--s{i}:{distinct(c, DARK)};" for i, c in enumerate(chosen))
     uses = "".join(f".s{i}{{--own:var(--s{i})}}" for i in range(len(sources)))
     return (
-        f":root{{{light}}}\n@media (prefers-color-scheme: dark){{:root:not([data-theme=light]){{{dark}}}}}\n"
-        f":root[data-theme=dark]{{{dark}}}\n{uses}\n"
+        f":root{{{light}}}\n@media screen and (prefers-color-scheme: dark){{:root:not([data-theme=light]){{{dark}}}}}\n"
+        f"@media screen{{:root[data-theme=dark]{{{dark}}}}}\n{uses}\n"
     )
 
 

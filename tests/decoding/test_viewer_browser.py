@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -272,6 +273,58 @@ def test_text_is_text(show: Show) -> None:
     empty = next(r for r in trace if trace.texts[0].pieces[r.position + 1] == "")
     box = tab.locator(f".text [data-i='{empty.position + 1}']").bounding_box()
     assert box["width"] > 3, "a piece of a character can be clicked on"
+
+
+def test_joiners_are_a_part_of_what_they_join(show: Show) -> None:
+    family, persian = "\U0001f468\u200d\U0001f469", "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"
+    tab = show(page(made(words=[family, persian, "\u200d\u200d", "a\u200bb"])[0]))
+    shown = tab.inner_text(".text")
+    assert family in shown and persian in shown
+    assert "\u27e8U+200D\u27e9\u27e8U+200D\u27e9" in shown and "a\u27e8U+200B\u27e9b" in shown
+
+
+def test_spaces_alone_go_on_in_the_next_line(show: Show) -> None:
+    tab = show(page(made(words=["    "], tokens=100)[0]), width=400)
+    boxes = tab.eval_on_selector_all(".text .t", "all => all.map(e => e.getClientRects()[0].right)")
+    assert max(boxes) <= 400
+
+
+@pytest.mark.parametrize("tau", [math.inf, -math.inf])
+def test_a_threshold_that_cannot_be_drawn_is_told(show: Show, tau: float) -> None:
+    """A threshold chosen for its rate may be one that nothing reaches."""
+    tab = show(page(made(about=replace(ABOUT, tau=tau))[0]))
+    tab.keyboard.press("j")
+    assert heading(tab).startswith("step 0:") and ("−∞" if tau < 0 else "(τ ∞)") in tab.inner_text("#details")
+
+
+def test_paper_is_white_and_has_all_steps(show: Show) -> None:
+    trace, _ = made(tokens=600)
+    tab = show(page(trace), scheme="dark")
+    tab.emulate_media(media="print", color_scheme="dark")
+    for chosen_theme in ("", "dark"):
+        tab.evaluate("name => { document.documentElement.dataset.theme = name; }", chosen_theme)
+        assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    tab.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert tab.locator("#steps .rows .line").count() == len(trace)
+    text = tab.evaluate(
+        "(() => { const e = document.querySelector('.text'); return e.scrollHeight - e.clientHeight; })()"
+    )
+    assert text <= 0, "all of the text is there"
+    tab.emulate_media(media="screen")
+    tab.evaluate("dispatchEvent(new Event('afterprint'))")
+    settled(tab)
+    assert tab.locator("#steps .rows .line").count() < len(trace)
+
+
+def test_long_names_leave_room_for_what_is_compared(show: Show) -> None:
+    tab = show(compared(made()[0], made(seed=2)[0], ("a" * 80, "b" * 80)), width=320)
+    heads = tab.eval_on_selector_all(".beside tbody th", """all => all.map(e => {
+        const range = document.createRange();
+        range.selectNodeContents(e);
+        return [e.textContent, range.getClientRects().length];
+    })""")  # fmt: skip
+    assert all(lines <= len(name.split()) for name, lines in heads), heads
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 320
 
 
 def test_a_choice_of_texts(show: Show) -> None:

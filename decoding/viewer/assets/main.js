@@ -239,6 +239,8 @@ if (two) {
   });
   table.bar.prepend(...switches);
 }
+addEventListener("beforeprint", () => table.draw(true));
+addEventListener("afterprint", table.later);
 by("theme").addEventListener("click", turn);
 by("ask").addEventListener("click", () => by("help").showModal());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", curve.later);

@@ -150,9 +150,10 @@ class StepTable {
     this.later();
   }
 
-  draw() {
-    const from = Math.max(0, Math.floor(this.grid.scrollTop / TALL) - 6);
-    const to = Math.min(this.shown.length, from + Math.ceil(this.grid.clientHeight / TALL) + 12);
+  // The rows in view; on paper, all of them.
+  draw(all) {
+    const from = all ? 0 : Math.max(0, Math.floor(this.grid.scrollTop / TALL) - 6);
+    const to = all ? this.shown.length : Math.min(this.shown.length, from + Math.ceil(this.grid.clientHeight / TALL) + 12);
     const lines = [];
     for (let i = from; i < to; i++) {
       const row = this.shown[i];
