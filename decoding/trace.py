@@ -235,7 +235,8 @@ class Trace:
             with open(path, "rb") as file:
                 table = pq.read_table(file)
         except (OSError, pa.ArrowException) as error:
-            raise ValueError(f"cannot read the trace {os.fspath(path)}: {error}") from error
+            why = str(error).removeprefix("Could not open Parquet input source '<Buffer>': ")
+            raise ValueError(f"cannot read the trace {os.fspath(path)}: {why}") from error
         missing = [f.name for f in fields(StepRecord) if f.name not in table.column_names and f.default is MISSING]
         if missing:
             raise ValueError(f"{os.fspath(path)} is no trace of this version: it lacks {', '.join(missing)}")

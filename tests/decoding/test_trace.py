@@ -55,7 +55,7 @@ def test_what_is_no_trace_is_named(tmp_path: Path) -> None:
 
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"PAR1 and nothing else")
-    with pytest.raises(ValueError, match=r"cannot read the trace .*broken\.parquet"):
+    with pytest.raises(ValueError, match=r"cannot read the trace .*broken\.parquet: Parquet "):
         Trace.load(broken)
     pq.write_table(pa.table({"request": [1]}), tmp_path / "other.parquet")
     with pytest.raises(ValueError, match="lacks step, start"):

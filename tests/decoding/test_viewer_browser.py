@@ -277,10 +277,11 @@ def test_text_is_text(show: Show) -> None:
 
 def test_joiners_are_a_part_of_what_they_join(show: Show) -> None:
     family, persian = "\U0001f468\u200d\U0001f469", "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"
-    tab = show(page(made(words=[family, persian, "\u200d\u200d", "a\u200bb"])[0]))
+    tab = show(page(made(words=[family, persian, "\u200d\u200d", "a\u200bb", "\u061c\x85\U000e0041"])[0]))
     shown = tab.inner_text(".text")
     assert family in shown and persian in shown
     assert "\u27e8U+200D\u27e9\u27e8U+200D\u27e9" in shown and "a\u27e8U+200B\u27e9b" in shown
+    assert "\u27e8U+061C\u27e9\u27e8U+0085\u27e9\u27e8U+E0041\u27e9" in shown
 
 
 def test_spaces_alone_go_on_in_the_next_line(show: Show) -> None:
@@ -314,6 +315,15 @@ def test_paper_is_white_and_has_all_steps(show: Show) -> None:
     tab.evaluate("dispatchEvent(new Event('afterprint'))")
     settled(tab)
     assert tab.locator("#steps .rows .line").count() < len(trace)
+
+
+def test_a_trace_with_fewer_texts_shows_its_last(show: Show) -> None:
+    first, second = made()[0], made(seed=2)[0]
+    write(second, 40, 12, 5, len(WORDS))
+    tab = show(compared(first, second, text=1))
+    assert "A: There is no text 2: the last one, 1, is shown." in tab.inner_text("#notes")
+    tab.select_option("#texts", "0")
+    assert "There is no text" not in tab.inner_text("#notes")
 
 
 def test_long_names_leave_room_for_what_is_compared(show: Show) -> None:

@@ -29,11 +29,14 @@ function number(value, digits) {
 const share = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "–");
 const counted = (n, noun) => (n === 1 ? `1 ${noun}` : `${n} ${noun}s`);
 
+// Joiners alone, and what has no width or no ink, or directs the writing: marks, fillers, controls, tags, selectors.
+const UNSEEN = /^[\u200c\u200d]+$|[\u0080-\u009f\u00ad\u061c\u115f\u1160\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff9-\ufffb\u{e0000}-\u{e0fff}]/gu;
+
 // What a token's text looks like: characters that would be unseen, or turn the writing around, get a sign of their own.
 // Joiners (U+200C, U+200D) inside of something are a part of its spelling.
 function seen(piece) {
   return piece.replace(/[\u0000-\u0008\u000b-\u001f\u007f]/g, (c) => (c === "\u007f" ? "\u2421" : String.fromCharCode(0x2400 + c.charCodeAt(0))))
-    .replace(/^[\u200c\u200d]+$|[\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\u00ad]/g, (found) => [...found].map((c) => `\u27e8U+${c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}\u27e9`).join(""));
+    .replace(UNSEEN, (found) => [...found].map((c) => `\u27e8U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}\u27e9`).join(""));
 }
 
 // The same on one line, for cells and lists.

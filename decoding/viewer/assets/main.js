@@ -115,6 +115,8 @@ function showText(index) {
     side.show(index);
     panels[i].show();
     const letter = two ? `${side.letter}: ` : "";
+    const held = side.trace.texts.length;
+    if (held && index >= held) note(`${letter}There is no text ${index + 1}: the last one, ${held}, is shown.`);
     if (!side.rows.length) note(`${letter}No steps were recorded.`);
     else if (!side.text.known) note(`${letter}This trace holds no text: it was written by an earlier version, which kept the steps alone. Generate it again (switchsd generate --trace, or decoder.trace.save) to see the text.`);
   });
