@@ -237,6 +237,12 @@ class Trace:
         except (OSError, pa.ArrowException) as error:
             why = str(error).removeprefix("Could not open Parquet input source '<Buffer>': ")
             raise ValueError(f"cannot read the trace {os.fspath(path)}: {why}") from error
+        beside = table.schema.metadata or {}
+        version = beside.get(RECORDS, b"").decode("ascii", "replace")
+        if version.isdecimal() and int(version) > VERSION:
+            raise ValueError(
+                f"{os.fspath(path)} is a trace of version {version}, and this switchsd reads {VERSION}: update it"
+            )
         missing = [f.name for f in fields(StepRecord) if f.name not in table.column_names and f.default is MISSING]
         if missing:
             raise ValueError(f"{os.fspath(path)} is no trace of this version: it lacks {', '.join(missing)}")
@@ -244,10 +250,9 @@ class Trace:
             trace = cls(_records(table))
         except (ValueError, KeyError, pa.ArrowException) as error:
             raise ValueError(f"the steps of the trace {os.fspath(path)} cannot be read: {error}") from error
-        beside = (table.schema.metadata or {}).get(TEXTS)
-        if beside is not None:
+        if TEXTS in beside:
             try:
-                trace._take(json.loads(beside))
+                trace._take(json.loads(beside[TEXTS]))
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 raise ValueError(f"the texts of the trace {os.fspath(path)} cannot be read: {error}") from error
         return trace

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from decoding.chat import Chat
 from decoding.decoder import Decoder
 from decoding.modes import ModeSettings
-from decoding.trace import TEXTS, About, StepRecord, Trace, spell
+from decoding.trace import RECORDS, TEXTS, About, StepRecord, Trace, spell
 
 TEXT_WITHOUT_PIECES = """{"about": null, "strings": {}, "texts": [
     {"request": 0, "prompt": [1], "tokens": [], "sources": [], "pieces": []}
@@ -198,6 +198,21 @@ def test_columns_of_another_type_are_named_or_read(tmp_path: Path) -> None:
         pq.write_table(table.set_column(place, "step", pa.array(values)), file)
         with pytest.raises(ValueError, match=r"the steps of the trace .* cannot be read"):
             Trace.load(file)
+
+
+def test_a_trace_of_a_later_version_is_named(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    trace, file = Trace([record(1, None)]), tmp_path / "t.parquet"
+    trace.save(file)
+    table = pq.read_table(file)
+    for version in ("3", "12"):
+        pq.write_table(table.replace_schema_metadata({RECORDS: version}), file)
+        with pytest.raises(ValueError, match=f"is a trace of version {version}, and this switchsd reads 2"):
+            Trace.load(file)
+    for version in ("1", "2", "", "\u00b2"):
+        pq.write_table(table.replace_schema_metadata({RECORDS: version}), file)
+        assert Trace.load(file).records == trace.records
 
 
 def test_any_name_that_the_system_knows(tmp_path: Path) -> None:
