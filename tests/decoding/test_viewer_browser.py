@@ -326,6 +326,17 @@ def test_a_trace_with_fewer_texts_shows_its_last(show: Show) -> None:
     assert "There is no text" not in tab.inner_text("#notes")
 
 
+def test_a_trace_without_texts_is_not_compared_token_by_token(show: Show) -> None:
+    trace, _ = made()
+    old = Trace([replace(r, text=0) for r in trace])
+    tab = show(compared(trace, old))
+    notes = tab.inner_text("#notes")
+    assert "The texts are not compared" in notes and "differ" not in notes
+    tab.keyboard.press("j")
+    assert heading(tab).startswith("A, step 0:") and len(chosen(tab)) == len(trace.records[0].accepted) + 1
+    assert "Both answers are equal" in show(compared(old, Trace(old.records))).inner_text("#notes")
+
+
 def test_long_names_leave_room_for_what_is_compared(show: Show) -> None:
     tab = show(compared(made()[0], made(seed=2)[0], ("a" * 80, "b" * 80)), width=320)
     heads = tab.eval_on_selector_all(".beside tbody th", """all => all.map(e => {

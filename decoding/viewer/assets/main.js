@@ -78,7 +78,7 @@ function choose(side, row, how) {
   panels[side.place].mark(row, range, how.text !== false);
   if (two) {
     const other = sides[1 - side.place];
-    const at = range ? range[0] - side.text.prompt : -1;
+    const at = range && side.text.known === other.text.known ? range[0] - side.text.prompt : -1;
     const there = other.text.by[at] ?? -1;
     other.row = there;
     panels[other.place].mark(there, there >= 0 ? other.firsts.get(there) : null, true);
@@ -136,6 +136,7 @@ function showText(index) {
 function compareTexts() {
   const [a, b] = sides;
   if (!a.text.pieces.length || !b.text.pieces.length) return;
+  if (a.text.known !== b.text.known) return note("The texts are not compared: one of the traces holds none.");
   if (!samePrompt(a, b)) note("The prompts differ: the texts are compared token by token from where each answer begins.");
   const at = parting(a, b);
   const lengths = sides.map((side) => side.text.pieces.length - side.text.prompt);
