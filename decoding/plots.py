@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from activations.figures import COLOURS, GREY, SOURCE_COLOURS, WIDTH, forest, panel, shown, style
+from activations.figures import COLOURS, DASHES, GREY, SOURCE_COLOURS, WIDTH, forest, panel, shown, style
 from decoding.gates import COPY
 from decoding.outcomes import NOTHING, Outcome
 
@@ -126,8 +126,8 @@ def rates(
     figure, axes = panel(3.9, title)
     for number, (name, points) in enumerate(curves.items()):
         axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=shown(name), **style(number))
-    for number, (name, level) in enumerate((levels or {}).items(), len(curves)):
-        axes.axhline(level, linewidth=1.2, label=shown(name), **{**style(number), "linestyle": ":"})
+    for number, (name, level) in enumerate((levels or {}).items()):  # of the same look, whatever the curves are
+        axes.axhline(level, linewidth=1.2, color=GREY, linestyle=DASHES[-1 - number % 2], label=shown(name))
     if mark is not None:
         axes.axvline(mark, color=GREY, linestyle="--", linewidth=1, label="in use")
     axes.set(xlabel=xlabel, ylabel="tokens/s", ylim=(0, None))

@@ -34,6 +34,16 @@ def check_output(file: Path) -> None:
         raise UsageError(f"{file} is there and is no file: choose another name")
 
 
+def write_page(file: Path, page: str) -> None:
+    """Write a page, whole or not at all, and touch no other file."""
+    scratch = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        scratch.write_text(page, encoding="utf-8")
+        scratch.replace(file)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
 def check_folder(folder: Path) -> None:
     """Raises UsageError for a place where a folder cannot be made, before the work that it is to hold."""
     there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())

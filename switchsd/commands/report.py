@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from switchsd.options import UsageError, check_output
+from switchsd.options import UsageError, check_output, write_page
 from switchsd.show import AsJson, as_json, bar, out
 
 
@@ -39,9 +38,7 @@ def report(
         read[str(result)] = read_report(source)
     with bar("drawing"):
         text = page(read)
-    scratch = file.with_name(f"{file.name}.tmp")
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, file)
+    write_page(file, text)
     if json:
         as_json({"file": str(file), "reports": list(read)})
         return

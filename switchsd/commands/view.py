@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from switchsd.options import UsageError, check_output
+from switchsd.options import UsageError, check_output, write_page
 from switchsd.show import AsJson, as_json, bar, counted, out
 
 
@@ -57,12 +56,7 @@ def view(
             made = compared(read[0], read[1], (names[0], names[1]), first)
         else:
             made = page(read[0], names[0], first)
-    scratch = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        scratch.write_text(made, encoding="utf-8")
-        scratch.replace(file)
-    finally:
-        scratch.unlink(missing_ok=True)
+    write_page(file, made)
     if json:
         shown = [{"trace": str(trace), "texts": one} for trace, one in zip(traces, told, strict=True)]
         as_json({"file": str(file), "traces": shown})
