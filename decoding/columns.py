@@ -218,4 +218,5 @@ def drafts_of(records: Sequence[StepRecord]) -> dict[str, Drafts]:
 
 
 def seconds_of(record: StepRecord) -> float:
+    """Seconds that a step took: drafting, verifying and the rest."""
     return (record.draft_ms + record.verify_ms + record.overhead_ms) / 1e3

@@ -128,6 +128,7 @@ def machine() -> str:
 
 
 def key_of(target: Target) -> dict[str, Any]:
+    """What a cost table depends on, the drafters aside: target, dtype, threads, machine and version of torch."""
     return {
         "target": target.name,
         "fingerprint": target.fingerprint.to_dict(),

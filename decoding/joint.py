@@ -32,6 +32,7 @@ def odds(logq: float) -> float:
 
 
 def probability(z: float) -> float:
+    """The probability whose log-odds are `z`, kept away from 0 and 1."""
     return 1 / (1 + math.exp(-max(min(z, 30.0), -30.0)))
 
 

@@ -180,12 +180,14 @@ def skipped(rows: Rows, store: Store) -> list[str]:
 
 
 def logistic() -> Any:
+    """An unfitted logistic regression behind a scaler, with the contract of scikit-learn."""
     from sklearn.linear_model import LogisticRegression
 
     return _scaled(LogisticRegression(max_iter=1000))
 
 
 def trees(seed: int) -> Any:
+    """Unfitted boosted trees, with the contract of scikit-learn."""
     from sklearn.ensemble import HistGradientBoostingClassifier
 
     # Its early stopping would hold out rows, not documents.

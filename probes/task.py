@@ -248,6 +248,7 @@ def was_seen(rows: Rows, seen: Collection[str]) -> Mask:
 
 
 def with_folds(task: Task, folds: Sequence[Fold]) -> Task:
+    """The same task with other folds."""
     return Task(task.asked, task.rows, task.y, task.split, folds, task.resamples, task.seed)
 
 

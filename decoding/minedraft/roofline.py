@@ -126,4 +126,5 @@ def devices_for(hardware: Hardware, *models: ModelSize, free: float = 0.2) -> in
 
 
 def weights_gb(*models: ModelSize) -> float:
+    """What the weights of these models take together, in GB."""
     return sum(model.weight_bytes for model in models) / 1e9

@@ -236,6 +236,7 @@ def budget_to(budget: Budget) -> dict[str, Any]:
 
 
 def budget_from(plain: dict[str, Any]) -> Budget:
+    """The budget that a message describes: its `kind` and its fields."""
     return BUDGETS[plain["kind"]](**{k: v for k, v in plain.items() if k != "kind"})
 
 

@@ -89,6 +89,7 @@ class Asked:
 
 
 def ask(engine: Any, question: dict[str, Any]) -> dict[str, Any]:
+    """The answer to one prompt, as it is sent back."""
     asked = Asked(question["prompt"])
     run(engine, [asked], question, {})
     return asked.told()

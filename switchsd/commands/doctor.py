@@ -58,6 +58,7 @@ def packages() -> list[dict[str, Any]]:
 
 
 def version(package: str) -> str | None:
+    """The installed version of a package; None where there is none."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
