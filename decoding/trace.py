@@ -203,8 +203,7 @@ class Trace:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a Parquet file, whole or not at all. Raises ValueError for a name that ends as another kind of file."""
-        if Path(path).suffix in (".csv", ".json", ".jsonl"):
-            raise ValueError(f"a trace is a Parquet file: name {Path(path).name} {Path(path).stem}.parquet instead")
+        check_name(path)
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -266,6 +265,13 @@ class Trace:
             if not len(text.pieces) == len(text.prompt) + len(text.tokens) == len(text.prompt) + len(text.sources):
                 raise ValueError(f"the text of request {text.request} has not a string and a source for each token")
         self._strings = {int(token): str(string) for token, string in beside["strings"].items()}
+
+
+def check_name(path: str | os.PathLike[str]) -> None:
+    """Raises ValueError for a name that ends as another kind of file."""
+    file = Path(path)
+    if file.suffix in (".csv", ".json", ".jsonl", ".html"):
+        raise ValueError(f"a trace is a Parquet file: call it {file.stem}.parquet instead of {file.name}")
 
 
 def spell(decode: Decode, tokens: Sequence[int]) -> list[str]:

@@ -34,6 +34,17 @@ def check_output(file: Path) -> None:
         raise UsageError(f"{file} is there and is no file: choose another name")
 
 
+def check_trace(file: Path) -> None:
+    """Raises UsageError for a place or a name that a trace cannot have."""
+    from decoding.trace import check_name
+
+    try:
+        check_name(file)
+    except ValueError as error:
+        raise UsageError(f"--trace is {file}; {error}") from error
+    check_output(file)
+
+
 def write_page(file: Path, page: str) -> None:
     """Write a page, whole or not at all, and touch no other file."""
     scratch = file.with_name(f".{file.name}.{os.getpid()}")

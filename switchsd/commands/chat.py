@@ -16,7 +16,7 @@ from decoding.modes import MODES, ModeSettings, told_modes
 from decoding.trace import Trace
 from switchsd.live import show_events, told
 from switchsd.loading import AUTO, LoadConfig, load, measure_costs
-from switchsd.options import UsageError, check_output
+from switchsd.options import UsageError, check_trace
 from switchsd.show import AsJson, as_json, bar, notes
 
 HELP = "/reset starts again, /quit (or Ctrl-D) ends; Ctrl-C stops an answer."
@@ -51,7 +51,7 @@ def chat(
     if mode not in MODES:
         raise UsageError(f"unknown mode {mode!r}: use {', '.join(MODES)}")
     if trace is not None:
-        check_output(trace)
+        check_trace(trace)
         settings = replace(settings, read_intent=True)
     with bar(f"loading {target}"):
         decoder = load(target, probe, drafter, draft=draft, policy=policy, **asdict(loading), **asdict(settings))

@@ -13,7 +13,7 @@ import typer
 from decoding.modes import MODES, ModeSettings, told_modes
 from switchsd.live import show_events, told
 from switchsd.loading import AUTO, LoadConfig, load, measure_costs
-from switchsd.options import UsageError, check_output
+from switchsd.options import UsageError, check_trace
 from switchsd.show import AsJson, as_json, bar, notes
 
 
@@ -47,7 +47,7 @@ def generate(
     if mode not in MODES:
         raise UsageError(f"unknown mode {mode!r}: use {', '.join(MODES)}")
     if trace is not None:
-        check_output(trace)
+        check_trace(trace)
         settings = replace(settings, read_intent=True)
     text = read_prompt(prompt, file)
     messages = [{"role": "system", "content": system}, {"role": "user", "content": text}] if system else text

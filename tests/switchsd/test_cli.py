@@ -72,6 +72,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "x", "--file", "y"], "choose one"),
         (["generate", "--file", "/no/such/file"], "cannot read the prompt"),
         (["generate", "x", "--trace", "/no/such/folder/t.parquet"], "no such folder"),
+        (["generate", "x", "--trace", "t.csv"], "call it t.parquet"),
+        (["chat", "--trace", "t.html"], "call it t.parquet"),
         (["capture", "store", "--split", "train", "--prompts", "x"], "leave it out"),
         (["capture", "store", "--prompts", "/no/such/file"], "no such file"),
         (["bench", "--modes", "fast"], "unknown mode 'fast'"),
