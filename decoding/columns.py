@@ -92,7 +92,7 @@ class ModeColumn:
             first_token_seconds=generation.first_token_seconds,
             decode_seconds=generation.decode_seconds,
             drafts=drafts_of(records),
-            step_seconds=sum({r.start: seconds_of(r) for r in records}.values()),  # particles share their steps
+            step_seconds=sum({r.start: r.milliseconds for r in records}.values()) / 1e3,  # particles share their steps
         )
 
     def close(self) -> None: ...
@@ -212,11 +212,6 @@ def drafts_of(records: Sequence[StepRecord]) -> dict[str, Drafts]:
         empty = int(not record.accepted)
         for name in set(record.source):
             kept = sum(record.source[node] == name for node in record.accepted)
-            drafts = Drafts(1, kept, empty, empty * seconds_of(record))
+            drafts = Drafts(1, kept, empty, empty * record.milliseconds / 1e3)
             found[name] = found.get(name, Drafts()) + drafts
     return found
-
-
-def seconds_of(record: StepRecord) -> float:
-    """Seconds that a step took: drafting, verifying and the rest."""
-    return (record.draft_ms + record.verify_ms + record.overhead_ms) / 1e3

@@ -180,4 +180,4 @@ class BanditGate:
         arm = COPY if record.copies else "neural"
         self._pulls[arm] += 1
         self._tokens[arm] += 1 + len(record.accepted)
-        self._time[arm] += record.draft_ms + record.verify_ms + record.overhead_ms
+        self._time[arm] += record.milliseconds

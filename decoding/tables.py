@@ -151,11 +151,10 @@ def step_table(trace: Trace, text: int = 0) -> tuple[list[str], list[list[str]]]
         pending = pieces[record.position] if record.position < len(pieces) else ""
         drafted = "".join(trace.string(record.tokens[i]) for i in _first_path(record.parents))
         accepted = "".join(trace.string(record.tokens[i]) for i in record.accepted)
-        took = record.draft_ms + record.verify_ms + record.overhead_ms
         rows.append([
             str(record.step), repr(pending), cell(record.intent, ".2f"), str(record.match_length),
             " + ".join(dict.fromkeys(record.source)) or "–", record.reason, repr(drafted) if drafted else "",
-            repr(accepted) if accepted else "", f"{took:.1f}",
+            repr(accepted) if accepted else "", f"{record.milliseconds:.1f}",
         ])  # fmt: skip
     return heads, rows
 

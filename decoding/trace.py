@@ -117,6 +117,11 @@ class StepRecord:
     """Index of the step's text in the trace."""
 
     @property
+    def milliseconds(self) -> float:
+        """The whole step's, for all requests in it."""
+        return self.draft_ms + self.verify_ms + self.overhead_ms
+
+    @property
     def copies(self) -> bool:
         return "copy" in self.drafters
 

@@ -61,7 +61,7 @@ def summary(records: Sequence[StepRecord], written: int) -> dict[str, Any]:
     of them in which no drafted token was kept. `drafted`, `kept`: tokens by drafter. Milliseconds are means.
     """
     forwards = {record.start: record for record in records}.values()
-    seconds = sum(r.draft_ms + r.verify_ms + r.overhead_ms for r in forwards) / 1e3
+    seconds = sum(r.milliseconds for r in forwards) / 1e3
     steps = len(forwards)
     copies = [r for r in records if r.copies]
     drafted: dict[str, int] = {}

@@ -16,7 +16,7 @@ from activations.target import Target
 from decoding import bench as module
 from decoding.baselines import hugging_face
 from decoding.bench import Bench, BenchConfig, gated, measure, unequal
-from decoding.columns import Column, ModeColumn, drafts_of, seconds_of
+from decoding.columns import Column, ModeColumn, drafts_of
 from decoding.decoder import Decoder
 from decoding.eagle.drafter import EagleDrafter
 from decoding.modes import DecodingError, ModeSettings
@@ -147,7 +147,7 @@ def test_drafts_are_counted_by_drafter(decoder: Decoder) -> None:
     drafted = [r for r in records if r.tokens]
     empty = [r for r in drafted if not r.accepted]
     assert drafts_of(records)["copy"] == Drafts(
-        len(drafted), sum(len(r.accepted) for r in drafted), len(empty), sum(map(seconds_of, empty))
+        len(drafted), sum(len(r.accepted) for r in drafted), len(empty), sum(r.milliseconds for r in empty) / 1e3
     )
     assert row.steps == len(records)
     assert sum(d.empty_seconds for d in row.drafts.values()) <= row.step_seconds <= row.decode_seconds
