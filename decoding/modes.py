@@ -444,7 +444,7 @@ def _switchsd(parts: Parts) -> Plan:
     if parts.probe is None:
         raise DecodingError(
             f"mode 'switchsd' needs a probe for {parts.target.name}, and none is loaded: "
-            "train one (switchsd train), or use gate=match or mode copy"
+            "train one (switchsd capture, then switchsd train probe), or use gate=match or mode copy"
         )
     tau = s.tau if s.tau is not None else parts.probe.config.threshold
     return Plan(ProbeGate(copy, neural, tau), drafters, parts.probe)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from probes.length_head import LengthHead
     from switchsd.artifacts import Kind
 
+LOG = logging.getLogger("switchsd")
 AUTO = "auto"
 T = TypeVar("T")
 
@@ -129,9 +130,14 @@ def _lengths(target: Target) -> LengthHead | None:
 
 def _probe(target: Target, probe: str | os.PathLike[str] | Probe | None) -> Probe | None:
     from probes.artifact import Probe
+    from switchsd.artifacts import candidates
 
-    found = first_fitting("probe", target) if isinstance(probe, str) and probe == AUTO else probe
+    auto = isinstance(probe, str) and probe == AUTO
+    found = first_fitting("probe", target) if auto else probe
     if found is None:
+        if auto and (others := list(candidates("probe", target.name))):
+            told = "Probes of another %s are in %s, and left alone: a probe fits the weights that it was trained for."
+            LOG.warning(told, target.name, others[0].parent)
         return None
     loaded = found if isinstance(found, Probe) else Probe.from_pretrained(found)
     loaded.check_target(target.fingerprint, target.name)
@@ -204,6 +210,7 @@ def _same(made: T) -> T:
 def _eagle(target: Target, source: str | os.PathLike[str]) -> EagleDrafter:
     from decoding.eagle.drafter import EagleDrafter
     from decoding.eagle.formats import load_head
+    from switchsd.artifacts import made_for
 
     folder = Path(source)
     theirs = made_for(folder)
@@ -222,7 +229,7 @@ def _draft(target: Target, source: str | os.PathLike[str]) -> DraftModelDrafter:
     from decoding.draft.drafter import DraftModelDrafter, drafter_of
     from decoding.draft.model import DraftError, independent
     from decoding.eagle.head import ChoiceError
-    from switchsd.artifacts import CONFIGS
+    from switchsd.artifacts import CONFIGS, made_for
 
     folder, config = Path(source), CONFIGS["draft"]
     if (folder / config).is_file():
@@ -251,20 +258,11 @@ def check_made_for(what: str, theirs: Any, target: Target, folder: Path, instead
 
 def first_fitting(kind: Kind, target: Target) -> Path | None:
     """The first artifact under the target's name that was made for exactly this target."""
-    from switchsd.artifacts import CONFIGS, candidates
+    from switchsd.artifacts import CONFIGS, candidates, made_for
 
     mine = target.fingerprint.to_dict()
     config = CONFIGS[kind]
     return next((folder for folder in candidates(kind, target.name) if made_for(folder, config) == mine), None)
-
-
-def made_for(folder: Path, config_file: str = "config.json") -> Any:
-    """The fingerprint of the target that an artifact says it was made for; None if it does not say."""
-    try:
-        config = json.loads((folder / config_file).read_text(encoding="utf-8"))
-        return config.get("switchsd", config).get("target")
-    except (OSError, ValueError, AttributeError):
-        return None
 
 
 def measure_costs(decoder: Decoder, modes: Iterable[str]) -> None:

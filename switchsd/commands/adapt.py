@@ -56,7 +56,7 @@ def adapt(
     """Make a probe and an EAGLE-3 head for a target, where `generate` finds them."""
     from activations.packaged import cache_dir
     from activations.target import load_target
-    from switchsd.artifacts import cached, slug
+    from switchsd.artifacts import own, slug
 
     for name, value, least in (("limit", limit, 0), ("tokens", tokens, 1), ("passes", passes, 1)):
         if value < least:
@@ -74,7 +74,8 @@ def adapt(
     except ValueError as error:
         raise UsageError(str(error)) from error
     trained = EagleTrainConfig()
-    probes, heads = cached("probe", model.name), cached("eagle", model.name)
+    mine = model.fingerprint.to_dict()
+    probes, heads = own("probe", model.name, mine), own("eagle", model.name, mine)
     store, text = root / CAPTURES, root / TEXT
     with bar("measuring how fast it is"):
         plan = make_plan(model, limit, captured, written, trained, passes if head else 0, root, heads)

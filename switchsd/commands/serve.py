@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from switchsd.engine import environment, find_engine, option
-from switchsd.loading import AUTO, check_made_for, first_fitting, made_for
+from switchsd.loading import AUTO, check_made_for, first_fitting
 from switchsd.options import UsageError
 from switchsd.show import AsJson, as_json, bar, notes
 
@@ -129,7 +129,7 @@ def serving_probe(asked: str, target: Target) -> tuple[str, Probe]:
     """A probe of this target that vLLM can feed, and the name to find it by. Raises UsageError or ProbeError."""
     from decoding.serving.vllm.columns import layer_of
     from probes.artifact import Probe
-    from switchsd.artifacts import candidates
+    from switchsd.artifacts import candidates, made_for
 
     def obstacle(probe: Probe) -> str:
         try:
@@ -156,6 +156,8 @@ def serving_probe(asked: str, target: Target) -> tuple[str, Probe]:
 
 def _head(asked: str, target: Target) -> str:
     """What vLLM loads as its head: a folder or a hub id. Raises UsageError or HeadError."""
+    from switchsd.artifacts import made_for
+
     folder = first_fitting("eagle", target) if asked == AUTO else Path(asked)
     if folder is None:
         raise UsageError(

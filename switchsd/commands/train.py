@@ -49,7 +49,7 @@ def eagle(
     from decoding.eagle.formats import read_config
     from decoding.eagle.training import train
     from decoding.eagle.workers import Workers
-    from switchsd.artifacts import cached
+    from switchsd.artifacts import own
 
     if continue_from is not None:
         read_config(continue_from)
@@ -61,7 +61,7 @@ def eagle(
     with bar(f"loading {target}"):
         model = load_target(target, **asdict(loading))
     check_writer(stores, model)
-    where = folder or cached("eagle", model.name)
+    where = folder or own("eagle", model.name, model.fingerprint.to_dict())
     record: dict[str, object] = {}
     try:
         with bar("training tokens", config.tokens) as progress:
@@ -103,7 +103,7 @@ def draft(
     from decoding.draft.model import read_draft
     from decoding.draft.training import train
     from decoding.training import rows_of_a_pass
-    from switchsd.artifacts import cached
+    from switchsd.artifacts import own
 
     chosen = None if cut is None else block_numbers(cut)
     if continue_from is not None:
@@ -115,7 +115,7 @@ def draft(
         model = load_target(target, **asdict(loading))
     check_writer(stores, model)
     check_blocks(config.blocks, chosen, model)
-    where = folder or cached("draft", model.name)
+    where = folder or own("draft", model.name, model.fingerprint.to_dict())
     there = rows_of_a_pass(stores, [config.validation_documents] * len(stores))
     warned = False
     record: dict[str, object] = {}
@@ -236,7 +236,7 @@ def probe(
 ) -> None:
     """Fit a probe at every captured site, and keep the best one and the serving one."""
     from probes.train import train
-    from switchsd.artifacts import cached, shipped
+    from switchsd.artifacts import own, shipped
     from switchsd.commands.evaluate import open_store, show
 
     if folder is not None:
@@ -249,7 +249,7 @@ def probe(
             progress.to(done, total)
 
         result = train(opened, config, tell, study)
-    where = folder or cached("probe", result.target_name)
+    where = folder or own("probe", result.target_name, opened.manifest["target"])
     result.save(where)
     if json:
         as_json({"folder": str(where), **result.report.to_dict()})
@@ -281,7 +281,7 @@ def lengths(
     from activations.target import load_target
     from decoding.lengths import stored_texts, train_lengths
     from decoding.replay_log import read_log
-    from switchsd.artifacts import cached
+    from switchsd.artifacts import own
     from switchsd.commands.evaluate import open_store
 
     if folder is not None:
@@ -296,7 +296,7 @@ def lengths(
         texts = list(stored_texts(opened, asked, target.encode_messages))
         head = train_lengths(opened, texts, logged, config)
     head.check_target(target.fingerprint, target.name)
-    where = folder or cached("lengths", name)
+    where = folder or own("lengths", name, target.fingerprint.to_dict())
     head.save_pretrained(where)
     if json:
         as_json({"folder": str(where), "split": head.config.split, "metrics": head.config.metrics})

@@ -50,7 +50,7 @@ def ltd(
     """Train how deep an EAGLE tree is drafted, and how much of it is verified (Learning to Draft)."""
     from decoding.ltd.training import stages, train
     from decoding.policies.training import check_installed
-    from switchsd.artifacts import cached
+    from switchsd.artifacts import own
     from switchsd.loading import chosen_prompts, load
 
     check_installed()
@@ -75,7 +75,7 @@ def ltd(
         notes.print("measuring what a step costs on this machine, once: the clock of the training")
     with bar("measuring what a step costs"):
         costs = decoder.costs("eagle")
-    where = folder or cached("ltd", name)
+    where = folder or own("ltd", name, decoder.target.fingerprint.to_dict())
     check_kind(where, "ltd")
     each, count = stages(config), sum(map(len, asked.values()))
     decisions = sum(timesteps_of(config, stage.name) for stage in each)
@@ -137,7 +137,7 @@ def cospec(
     """Train when mode cospec keeps a drafted token that the target would not write."""
     from decoding.cospec.training import train
     from decoding.policies.training import check_installed
-    from switchsd.artifacts import cached
+    from switchsd.artifacts import own
     from switchsd.loading import load
 
     check_installed()
@@ -155,7 +155,7 @@ def cospec(
             f"mode cospec drafts with a draft model, and there is none for {name}: make one (switchsd train draft), or "
             "name one (--draft)"
         )
-    where = folder or cached("cospec", name)
+    where = folder or own("cospec", name, decoder.target.fingerprint.to_dict())
     check_kind(where, "cospec")
     notes.print(
         f"{counted(len(asked), 'question')}: the target and the draft answer each, and up to {config.first} other ways "
