@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from rich.text import Text
 
 from decoding.decoder import Decoder, Event, Generation
+from decoding.gates import COPY
 from decoding.modes import MODES
 from switchsd.show import colour, notes, out
 
@@ -53,9 +54,15 @@ def show_events(decoder: Decoder, events: Generator[Event, None, None], mode: st
     notes.print(legend)
     if tokens:
         copied = sum(record.copies for record in records)
-        speed = f"{(tokens - 1) / (last - first):.1f} tokens/s" if tokens > 1 else "one token"
-        rates = f", {(tokens - 1) / steps:.2f} tokens per step, {copied / steps:.0%} of steps copied" if steps else ""
+        decoded = done.decoded if done is not None else tokens - 1
+        speed = f"{decoded / (last - first):.1f} tokens/s" if decoded > 0 and last > first else "one token"
+        rates = f", {decoded / steps:.2f} tokens per step, {copied / steps:.0%} of steps copied" if steps else ""
+        if copied and not counts[COPY]:
+            rates += " and kept nothing of it"
         kind = "lossless" if MODES[mode].lossless else "not lossless"
+        dtype = str(decoder.target.dtype).removeprefix("torch.")
+        if MODES[mode].lossless and mode != "ar" and dtype != "float32":
+            kind = f"lossless but for near-ties in {dtype}"
         if mode == "sd" and decoder.settings.acceptance == "rejection":
             kind = "lossless in distribution: another text than ar's"
         notes.print(f"{speed}{rates}; first token after {first - began:.2f} s; {mode} ({kind})")
