@@ -142,9 +142,10 @@ def sweep_table(sweep: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def step_table(trace: Trace, text: int = 0) -> tuple[list[str], list[list[str]]]:
     """Heads and rows of one text of a trace, a row a step: what was known, what was drafted, what came of it.
 
-    A drafted tree is told by its first path; strings of tokens are quoted, so that spaces and line ends are seen.
+    A drafted tree is told by its first branch, so that what was accepted may be none of it. Strings of tokens are
+    quoted, so that spaces and line ends are seen.
     """
-    heads = ["step", "pending", "intent", "match", "drafted by", "why", "draft", "accepted", "ms"]
+    heads = ["step", "pending", "intent", "match", "drafted by", "why", "draft (first branch)", "accepted", "ms"]
     pieces = trace.texts[text].pieces if trace.texts else ()
     rows = []
     for record in (r for r in trace if r.text == text):

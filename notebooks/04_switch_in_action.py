@@ -75,9 +75,13 @@ answer = decoder.generate(PROMPT, mode="switchsd", **rule)
 trace = decoder.trace
 print(answer.text)
 print(f"\n{answer.tokens_per_step:.2f} tokens per step; {answer.copy_share:.0%} of the steps copied.")
-print(
-    "The target alone writes", "the same text." if answer.tokens == plain.tokens else "another text: see README, Modes."
-)
+if answer.tokens == plain.tokens:
+    print("The target alone writes the same text.")
+else:
+    print("The target alone writes another text: in bfloat16 two all but equally likely tokens may change places.")
+    exact = switchsd.load("smollm2", dtype="float32")
+    pair = exact.generate(PROMPT, mode="ar", max_new_tokens=120), exact.generate(PROMPT, mode="switchsd", **rule)
+    print("In float32 both write", "the same text." if pair[0].tokens == pair[1].tokens else "different texts, too.")
 
 # %% [markdown]
 # The trace holds every step. Shown by itself it is the viewer of `switchsd view`: each token in the colour of who
@@ -88,7 +92,8 @@ trace
 
 # %% [markdown]
 # The same as a table, the first steps. *pending* is the token that the step started from; *match* is the length of the
-# longest suffix match; *intent* is what the probe said, one position before the pending token.
+# longest suffix match; *intent* is what the probe said, one position before the pending token. The head drafts a tree,
+# of which the table shows the first branch: what was accepted may stand in another.
 
 # %%
 heads, rows = step_table(trace)
@@ -288,6 +293,6 @@ print(f"- Of what the step oracle gains over the head alone, the switch has {had
 # **What to try next.**
 #
 # - `PROMPT`: one of your own. Prompts that ask for free text show a switch that mostly abstains.
-# - `gate="cost"` in the first cell of code: the length head also chooses how much to copy.
+# - `rule`, under "One answer": `gate="cost"` instead of `"probe"`. There the length head also chooses how much to copy.
 # - `switchsd bench --sweep tau=0,0.4,0.8 --modes ar,switchsd/gate=probe` measures the same on your own prompts.
 # - `python -m benchmarks.replay` compares all gates on larger logs.

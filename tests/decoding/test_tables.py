@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -19,16 +20,17 @@ def test_a_row_for_each_step_of_the_text() -> None:
     by_head = dict(zip(heads, rows[0], strict=True))
     assert by_head["intent"] == "0.90" and by_head["match"] == "2" and by_head["ms"] == "21.5"
     assert by_head["drafted by"] == "copy" and by_head["why"] == "intent"
-    assert (by_head["draft"], by_head["accepted"]) == ("'#0#1#2#3#4#5'", "'#0#1#2#3'")
+    assert (by_head["draft (first branch)"], by_head["accepted"]) == ("'#0#1#2#3#4#5'", "'#0#1#2#3'")
     last = dict(zip(heads, rows[-1], strict=True))
-    assert (last["intent"], last["drafted by"], last["draft"], last["accepted"]) == ("–", "–", "", "")
+    assert (last["intent"], last["drafted by"], last["draft (first branch)"], last["accepted"]) == ("–", "–", "", "")
     assert step_table(Trace(RECORDS), text=3)[1] == []
 
 
-def test_a_tree_is_told_by_its_first_path() -> None:
+def test_a_tree_is_told_by_its_first_branch() -> None:
     tree = record(0, ("eagle",) * 4, 0, tokens=(5, 6, 7, 8), parents=(-1, -1, 0, 2))
-    [row] = step_table(Trace([tree]))[1]
-    assert row[6] == "'#5#7#8'"
+    heads, [row] = step_table(Trace([replace(tree, accepted=(1,))]))
+    by_head = dict(zip(heads, row, strict=True))
+    assert (by_head["draft (first branch)"], by_head["accepted"]) == ("'#5#7#8'", "'#6'")
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Zl", "Zp", "Cs"]), max_size=30))
