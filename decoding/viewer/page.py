@@ -48,11 +48,13 @@ def compared(first: Trace, second: Trace, names: tuple[str, str] = ("A", "B"), t
 
 
 def inline(trace: Trace) -> str:
-    """A trace inside another page, which it cannot touch: for notebooks. A page that would make the notebook heavy is
-    not put in. Raises ValueError for a step whose text the trace does not hold."""
+    """A trace inside another page, which it cannot touch: for notebooks. A line above it says what it is, since some
+    notebooks show no frame until they are trusted. A page that would make the notebook heavy is not put in. Raises
+    ValueError for a step whose text the trace does not hold."""
     if not len(trace) and not trace.texts:
         return "<p>An empty trace: nothing was generated yet.</p>"
-    made = page(trace)
+    data = trace_data("trace", trace)
+    made = _page("trace: trace", {"traces": [data], "text": opening(trace)})
     if len(made) > HEAVY:
         return (
             f"<p>A trace of {len(trace)} steps, too long to be shown inside a notebook: "
@@ -60,9 +62,30 @@ def inline(trace: Trace) -> str:
         )
     shown = html.escape(made, quote=True)
     return (
+        f"<p>{_told(data, opening(trace))}<br>"
+        "<small>Where no page is seen here: run the cell, or trust the notebook.</small></p>"
         f'<iframe srcdoc="{shown}" sandbox="allow-scripts" title="The trace, step by step" '
         f'style="width: 100%; height: {INLINE_HEIGHT}px; border: 1px solid #80808080; border-radius: 6px"></iframe>'
     )
+
+
+def _told(data: dict[str, Any], text: int) -> str:
+    """One text of a trace in a line of HTML."""
+    shown, about = data["texts"][text], data["about"]
+    count, numbers = len(data["texts"]), shown["summary"]
+    names = [about["target"] if about else None, shown["mode"] or (about["mode"] if about else None)]
+    parts = [
+        "A trace, step by step" + (f" (text {text + 1} of {count})" if count > 1 else ""),
+        ", ".join(html.escape(_encodable(name)) for name in names if name),
+        f"{numbers['written']} tokens in {numbers['steps']} steps",
+        f"{numbers['tokens_per_step']:.2f} tokens per step" if numbers["steps"] else "",
+    ]
+    return "; ".join(part for part in parts if part) + "."
+
+
+def _encodable(text: str) -> str:
+    """Names of files may be no text."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _page(title: str, data: dict[str, Any]) -> str:
@@ -70,7 +93,7 @@ def _page(title: str, data: dict[str, Any]) -> str:
     script = "\n".join(_slim(_asset(name)) for name in SCRIPTS)
     script = f'(() => {{\n"use strict";\n{script}\n}})();'
     parts = {
-        "title": html.escape(title.encode("utf-8", "replace").decode()),  # names of files may be no text
+        "title": html.escape(_encodable(title)),
         "style": _slim(_asset("view.css")) + colours(list(names)),
         "script": script,
         "hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),

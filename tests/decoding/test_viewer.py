@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from made_traces import WORDS, made, particles, write
+from made_traces import ABOUT, WORDS, made, particles, write
 
 from activations.figures import SOURCE_COLOURS
 from decoding.request import Request
@@ -294,9 +294,32 @@ def test_a_notebook_shows_the_same_page_in_a_frame() -> None:
     trace, _ = made(words=[NASTY, *WORDS])
     write(trace, 20, 7, 1, len(WORDS))
     shown = trace._repr_html_()
-    frame = re.fullmatch(r'<iframe srcdoc="([^"]*)" sandbox="allow-scripts" [^<>]*></iframe>', shown, re.S)
+    frame = re.fullmatch(r'<p>.*</p><iframe srcdoc="([^"]*)" sandbox="allow-scripts" [^<>]*></iframe>', shown, re.S)
     assert frame is not None
     assert html.unescape(frame[1]) == page(trace)
+
+
+def test_a_notebook_that_shows_no_frame_says_what_is_missing() -> None:
+    trace, [truth] = made(about=replace(ABOUT, target=f"{NASTY}made"))
+    line, _, _ = trace._repr_html_().partition("<iframe")
+    read = Read(line)
+    assert read.tags == ["p", "br", "small"], "no markup of the target's name"
+    said = html.unescape(re.sub(r"<[^>]*>", " ", line))
+    count = len(truth) - 1
+    assert f"made, switchsd; {count} tokens in {len(trace)} steps; {count / len(trace):.2f} tokens per step." in said
+    assert "run the cell, or trust the notebook" in said and "text 1" not in said
+    write(trace, 20, 7, 1, len(WORDS))
+    second = trace_data("t", trace)["texts"][opening(trace)]["summary"]
+    said = trace._repr_html_().partition("<iframe")[0]
+    assert f"(text {opening(trace) + 1} of 2)" in said and f"{second['written']} tokens in" in said
+
+
+def test_the_line_over_the_frame_does_without_what_is_not_known() -> None:
+    old = Trace([replace(r, text=0) for r in made()[0]])
+    assert inline(old).startswith("<p>A trace, step by step; switchsd; ")
+    unwritten = Trace(decode=lambda ids: "x" * len(ids))
+    unwritten.begin(made()[0]._requests[0])
+    assert inline(unwritten).startswith("<p>A trace, step by step; 0 tokens in 0 steps.<br>")
 
 
 def test_a_notebook_is_spared_a_heavy_page(monkeypatch: pytest.MonkeyPatch) -> None:
