@@ -127,6 +127,7 @@ def test_the_text_and_its_marks(show: Show) -> None:
     tiles = dict(
         zip(tab.locator(".tiles dt").all_inner_texts(), tab.locator("dt + dd").all_inner_texts(), strict=False)
     )
+    assert f"in {len(trace)} steps, and 1 from prefill" in tab.inner_text("#tiles")
     assert tiles["tokens"] == str(len(truth) - 1) and tiles["target"] == ABOUT.target
     assert tiles["mode"] == "switchsd, lossless"
     assert tiles["tokens per step"] == f"{(len(truth) - 1) / len(trace):.2f}"
@@ -418,6 +419,56 @@ def test_two_traces(show: Show) -> None:
     assert heading(tab).startswith("B, step 3")
     tab = show(compared(first, made(seed=2)[0]))
     assert "The prompts differ" in tab.inner_text("#notes")
+
+
+def test_what_stood_behind_the_end_is_struck_through(show: Show) -> None:
+    trace, _ = made(seed=3)
+    request = trace._requests[0]
+    last = len(trace) - 1
+    while len(trace.records[last].accepted) < 2:  # the text shall end in a step that kept two tokens and more
+        last -= 1
+    del trace.records[last + 1 :]
+    record = trace.records[last]
+    whole = [
+        WORDS[t].replace("\n", "↵").replace(" ", "␣")
+        for t in (*(record.tokens[n] for n in record.accepted), record.pending)
+    ]
+    for left in (len(whole), 1):
+        cut = len(whole) - left
+        request.tokens = request.tokens[: record.position + 1 + left]
+        del request.sources[len(request.tokens) - len(request.prompt) :]
+        tab = show(page(trace))
+        tab.keyboard.press("End")
+        settled(tab)
+        assert heading(tab).startswith(f"step {record.step}:")
+        assert tab.locator("#details s").all_inner_texts() == whole[len(whole) - cut :]
+        assert tab.locator("#steps s").all_inner_texts() == ["\u2009·\u2009".join(whole[left:])] * bool(cut)
+        assert tab.locator("#details .tree .more:has-text('cut:')").count() == max(0, cut - 1)
+        told = f"{cut} tokens behind its end were cut" in tab.inner_text("#details")
+        assert told == bool(cut) and ("(cut)" in tab.inner_text("#details")) == told
+
+
+def test_two_texts_that_should_be_equal_say_why_they_part(show: Show) -> None:
+    def notes(change: Callable[[Trace], None]) -> str:
+        first, second = made(seed=1)[0], made(seed=1)[0]
+        request = second._requests[0]
+        request.tokens = [*request.tokens]
+        request.tokens[60] = (request.tokens[60] + 1) % len(WORDS)
+        change(second)
+        return str(show(compared(first, second)).inner_text("#notes"))
+
+    def about(**changes: Any) -> Callable[[Trace], None]:
+        return lambda trace: setattr(trace, "about", replace(ABOUT, **changes))
+
+    def shorter(trace: Trace) -> None:
+        request = trace._requests[0]
+        del request.tokens[60:], request.sources[60 - len(request.prompt) :]
+
+    assert "in float32 they do not" in notes(about(mode="eagle", settings={}))
+    others = [about(lossless=False), about(target="another"), about(sampling={"seed": 1}), shorter]
+    for change in others:
+        found = notes(change)
+        assert "then A has" in found and "float32" not in found
 
 
 def test_inside_a_notebook(show: Show) -> None:

@@ -114,6 +114,13 @@ class Side {
     return [...this.get("accepted", row).map((node) => tokens[node]), this.get("pending", row)];
   }
 
+  // How many of the tokens that a step wrote were cut: they stood behind the text's end.
+  cut(row) {
+    const range = this.firsts.get(row);
+    if (!this.text.known || !range || range[1] < this.text.pieces.length) return 0;
+    return this.get("accepted", row).length + 1 - (range[1] - range[0]);
+  }
+
   intent(row) {
     return this.get("intent", row);
   }

@@ -13,6 +13,12 @@ function samePrompt(first, second) {
   return a.length === b.length && a.every((piece, i) => piece === b[i]);
 }
 
+// Traces that should hold the same text: of the same target, prompt and sampling, in lossless modes.
+function alike(first, second) {
+  const [a, b] = [first, second].map(({ trace }) => trace.about);
+  return Boolean(a?.lossless && b?.lossless) && a.target === b.target && JSON.stringify(a.sampling) === JSON.stringify(b.sampling) && samePrompt(first, second);
+}
+
 class TwoCurve extends Curve {
   show(sides) {
     this.sides = sides;

@@ -44,9 +44,11 @@ class Details {
     const parts = [head, make("p", "", make("strong", "", reason), `${says}: ${who ? `asked ${who}` : "asked no drafter"}.`)];
     if (side.falseCopy(row)) parts.push(make("p", "bad", "A false copy: copied, and nothing of it was kept."));
     if (side.text.pieces.length && !side.firsts.has(row)) parts.push(make("p", "soft", "What this step wrote does not stand in the text that was chosen."));
+    const cut = side.cut(row);
+    if (cut) parts.push(make("p", "soft", `The text ends in this step: ${counted(cut, "token")} behind its end ${cut === 1 ? "was" : "were"} cut.`));
     parts.push(this.facts(side, row), ...this.source(side, row));
     if (drafted) parts.push(make("h2", "", "Drafted"), this.tree(side, row));
-    parts.push(make("p", "", "The target's own after it: ", make("bdi", "words", flat(side.string(get("pending"))))));
+    parts.push(make("p", "", "The target's own after it: ", make(cut ? "s" : "span", "", make("bdi", "words", flat(side.string(get("pending"))))), cut ? " (cut)" : ""));
     this.root.replaceChildren(...parts);
   }
 
@@ -87,6 +89,7 @@ class Details {
     const [tokens, parents, logq] = [side.get("tokens", row), side.parents(row), side.get("logq", row)];
     const accepted = new Set(side.get("accepted", row));
     const against = new Set(side.get("kept", row) ?? []);
+    const ends = accepted.size + 1 - side.cut(row); // accepted tokens from here on were cut
     const children = new Map();
     const depths = [];
     parents.forEach((parent, i) => {
@@ -101,10 +104,12 @@ class Details {
       const [node, level] = stack.pop();
       const kept = accepted.has(node);
       const name = side.source(row, node);
+      const cut = kept && depths[node] > ends;
       const more = [WHO[name] ?? name];
       if (logq) more.push(`log q ${number(logq[node], 2)}`);
       if (against.has(node)) more.push("kept against the target");
-      const token = make("bdi", `words t ${marks(name)}`, flat(side.string(tokens[node])));
+      if (cut) more.push("cut: behind the text's end");
+      const token = make("bdi", `words t ${marks(name)}`, cut ? make("s", "", flat(side.string(tokens[node]))) : flat(side.string(tokens[node])));
       const line = make("li", kept ? "yes" : "no", make("span", "depth", String(depths[node])), make("span", kept ? "mark good" : "mark bad", kept ? "✓" : "✗"), token, make("span", "more", more.join(", ")));
       line.style.paddingLeft = `${Math.min(level, 12) * 0.9}em`;
       line.setAttribute("aria-label", `${kept ? "accepted" : "rejected"}: ${flat(side.string(tokens[node]))}, ${more.join(", ")}, depth ${depths[node]}`);

@@ -23,7 +23,7 @@ function tiles(side) {
   const all = [
     ["target", said.target, about ? [about.site && `probe at ${about.site}`, about.kappa && `κ ${about.kappa}`].filter(Boolean).join(", ") : "", "The language model whose text this is", "name"],
     ["mode", said.mode, said.gate ? `gate: ${said.gate}` : "", "What drafts, and whether the text is what the target would have written alone", "name"],
-    ["tokens", String(s.written), `in ${counted(s.steps, "step")}`, "Tokens that the steps wrote; the first one comes with the prompt's forward"],
+    ["tokens", String(s.written), `in ${counted(s.steps, "step")}${side.text.by[0] < 0 && side.text.known ? ", and 1 from prefill" : ""}`, "Tokens that the steps wrote; the first one comes with the prompt's forward"],
     ["tokens/s", number(s.tokens_per_second, 1), `${number(s.seconds, 2)} s in steps`, "Tokens that the steps wrote, over the time of the steps; the prompt's forward is none. A step that several requests share counts whole"],
     ["tokens per step", number(s.tokens_per_step, 2), many ? "of the chosen text" : "accepted length + 1", "Tokens that the steps wrote, over steps"],
     ["steps that copied", share(s.copied, s.rows), `${s.copied} of ${s.rows}`, "Steps in which the gate asked for a copy"],
@@ -145,6 +145,7 @@ function compareTexts() {
     const words = sides.map((side) => (at < lengths[side.place] ? `“${flat(side.text.pieces[side.text.prompt + at])}”` : "nothing more"));
     const press = button("Go there", () => panels.forEach((panel, i) => panel.scrollTo(Math.min(sides[i].text.prompt + at, sides[i].text.pieces.length - 1))));
     by("notes").append(make("p", "", at ? `The answers are equal for ${counted(at, "token")}; then A has ` : "The answers differ from the first token on: A has ", make("bdi", "", words[0]), " and B ", make("bdi", "", words[1]), ". ", press));
+    if (at < Math.min(...lengths) && alike(a, b)) by("notes").append(make("p", "soft", "Both modes are lossless. In bfloat16 two tokens that are all but equally likely may change places; in float32 they do not."));
     sides.forEach((side, i) => panels[i].spans[side.text.prompt + at]?.classList.add("differs"));
   }
 }

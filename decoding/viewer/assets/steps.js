@@ -1,5 +1,6 @@
 // The table of steps: it sorts, filters, and holds only the rows that are in view.
 const TALL = 28;
+const BETWEEN = "\u2009·\u2009"; // tokens in a cell
 
 class StepTable {
   constructor(host, choose) {
@@ -53,7 +54,7 @@ class StepTable {
     const has = (name) => side.trace.steps[name] !== null && side.rows.some((row) => side.get(name, row) !== null && side.get(name, row) !== 0 && side.get(name, row).length !== 0);
     const many = side.trace.steps.particle !== null;
     const names = (row) => side.drafters(row).join(" + ") || "none";
-    const words = (row) => side.written(row).map((id) => flat(side.string(id))).join("\u2009·\u2009");
+    const words = (row) => side.written(row).map((id) => flat(side.string(id))).join(BETWEEN);
     const plain = (name, digits) => (row) => number(side.get(name, row), digits);
     const columns = [
       ["step", "step", 72, (row) => side.get("step", row), null, "The steps of the request, from 0"],
@@ -172,11 +173,19 @@ class StepTable {
           cell.classList.add("bad");
         }
         if (column.left) cell.title = text;
+        if (column.key === "written" && this.side.cut(row)) cell.replaceChildren(...this.ended(row));
         line.append(cell);
       }
       lines.push(line);
     }
     this.body.replaceChildren(...lines);
+  }
+
+  // What a step wrote, where some of it stood behind the text's end.
+  ended(row) {
+    const words = this.side.written(row).map((id) => flat(this.side.string(id)));
+    const end = words.length - this.side.cut(row);
+    return [`${words.slice(0, end).join(BETWEEN)}, cut: `, make("s", "", words.slice(end).join(BETWEEN))];
   }
 
   mark(row, scroll) {
