@@ -2,7 +2,8 @@
 
 In a page, a line `<!-- options: generate -->` becomes the arguments and options of that command, from its own
 definition, and `<!-- modules: decoding -->` every public module of that package for mkdocstrings. The README is the
-first page, FINDINGS.md one of its own. Nothing here imports a model or asks the network.
+first page, FINDINGS.md one of its own. How much a page counts in the search stands here, too, because
+a forge would show it at the head of the page. Nothing here imports a model or asks the network.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = {"index.md": "README.md", "findings.md": "FINDINGS.md"}
 """Pages that are files of the root, so that their text stands once."""
+BOOST = {"troubleshooting": 4, "concepts": 3, "commands/": 2, "api/": 0.3, "findings": 0.3}
+"""How much a hit counts in the search, by the begin of a page's name; 1 for all others."""
 MARKER = re.compile(r"^<!-- (options|modules): (.+?) -->$", re.MULTILINE)
 
 
@@ -45,6 +48,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Fill in the markers, and turn links that hold on a forge into those of the site."""
     name = page.file.src_uri
+    page.meta["search"] = {"boost": next((boost for begin, boost in BOOST.items() if name.startswith(begin)), 1)}
     if name in PARTS:
         markdown = markdown.replace("](docs/", "](").replace('="docs/', '="').replace("](FINDINGS.md", "](findings.md")
     else:

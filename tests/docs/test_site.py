@@ -24,6 +24,14 @@ CHROMIUM = Path("/usr/bin/chromium")
 PAGES = ("index", "modes", "commands/write_text", "troubleshooting", "formats", "api/switchsd")
 """Pages that a browser opens: text, wide tables, options, quotes, the API."""
 
+FOUND_ON = {
+    "has no chat template": "troubleshooting.html",
+    "is no capture store": "troubleshooting.html",
+    "unknown target": "troubleshooting.html",
+    "address already in use": "troubleshooting.html",
+}
+"""What a reader searches for, and the page that says what to do."""
+
 pytest.importorskip("mkdocs")
 pytest.importorskip("mkdocstrings")
 
@@ -85,6 +93,25 @@ def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
 def test_no_marker_stays_unfilled(site: Path) -> None:
     for page in site.rglob("*.html"):
         assert not re.search(r"<!-- (options|modules):", page.read_text(encoding="utf-8")), page
+
+
+def test_tables_are_whole() -> None:
+    """A row stands behind another one; the first is followed by the rule. Otherwise it is shown as text."""
+    pages = [ROOT / "README.md", ROOT / "FINDINGS.md", *(ROOT / "docs").rglob("*.md")]
+    assert [row for page in pages for row in loose_rows(page.name, page.read_text(encoding="utf-8"))] == []
+    assert list(loose_rows("p", "| a |\n| --- |\n| b |\n\n| c |\n")) == ["p:5: | c |"]
+    assert list(loose_rows("p", "text\n| a |\n| --- |\n\n```\n| c |\n```\n")) == ["p:2: | a |"]
+
+
+def loose_rows(name: str, text: str) -> Iterator[str]:
+    lines = ["", *text.splitlines(), ""]
+    code = False
+    for number, line in enumerate(lines):
+        code ^= line.startswith("```")
+        if code or not line.startswith("|") or lines[number - 1].startswith("|"):
+            continue
+        if lines[number - 1] or not re.fullmatch(r"\|( *:?-+:? *\|)+", lines[number + 1]):
+            yield f"{name}:{number}: {line}"
 
 
 def test_every_command_is_described_once(hooks: ModuleType) -> None:
@@ -206,3 +233,32 @@ def test_in_a_browser(site: Path, width: int, scheme: str) -> None:
     assert {name: extra for name, extra in found["wide"].items() if extra > 0} == {}
     before, after = found["schemes"][PAGES[0]]
     assert before != after  # the toggle
+
+
+@pytest.mark.skipif(not CHROMIUM.is_file(), reason="no Chromium")
+def test_search_needs_no_server(site: Path) -> None:
+    """And finds the page that helps, not whichever has the begin of a word in a title."""
+    pytest.importorskip("playwright.sync_api")
+    found = {text: searched(site, text) for text in FOUND_ON}
+    assert {text: pages[:1] for text, pages in found.items() if FOUND_ON[text] != pages[0]} == {}
+    assert "concepts.html" in searched(site, "copy intent")[:5]
+
+
+def searched(site: Path, text: str) -> list[str]:
+    """Names of the pages that a search finds in the site on the disk, the best one first."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page(viewport={"width": 1400, "height": 900})
+        asked: list[str] = []
+        page.on("request", lambda r: asked.append(r.url))
+        page.goto(f"{site.as_uri()}/commands/train.html", wait_until="load")  # in a folder of its own
+        page.locator("input.md-search__input").click()
+        page.keyboard.type(text)
+        page.wait_for_selector(".md-search-result__item")
+        page.wait_for_timeout(500)  # until the last letter counts
+        links = page.eval_on_selector_all(".md-search-result__item", "all => all.map(i => i.querySelector('a').href)")
+        browser.close()
+    assert [url for url in asked if not url.startswith(("file:", "data:", "blob:", "about:"))] == []
+    return [Path(link.split("?")[0].split("#")[0]).name for link in links]
