@@ -180,7 +180,8 @@ def measure(
             warnings=[
                 *leaks(task, {name: e[task.headline] for name, e in found.items()}),
                 *(
-                    f"the best probe is not shown to be better than chance on {SCOPES[s]}: capture more text"
+                    f"the best probe is not shown to be better than chance on {SCOPES[s]}: capture more "
+                    "prompts, and until then decode with --gate match"
                     for s, e in found[BEST].items()
                     if np.isfinite(e.roc_auc.estimate) and not e.roc_auc.lower > 0.5
                 ),

@@ -176,7 +176,8 @@ def _controls(report: Values) -> Section:
         [c["name"], c["skipped"] or cell(c["roc_auc"]), cell(c["difference"]), c["expected"]]
         for c in report["controls"]
     ]
-    text = "The best probe's recipe with one thing taken away, where an honest probe falls as expected."
+    text = "The best probe's recipe with one thing taken away, where an honest probe falls as expected; "
+    text += f"on {SCOPES[headline(report)]}."
     table = Table(["control", "AUC", "probe's AUC - this", "expected"], rows)
     return Section("controls", "Controls", text, [table] if rows else [])
 

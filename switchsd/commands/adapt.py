@@ -288,7 +288,10 @@ def summary(found: dict[str, Any]) -> list[str]:
     told = ", ".join(f"{area:.3f} {where}" for where, area in areas.items())
     lines.append(f"probe: {best['site']}, AUC on prompts it never saw {told}: {probe_['folder']}")
     if not all(area.lower > 0.5 for area in areas.values()):
-        lines.append("This probe is not shown to be better than chance: capture more, with a higher --limit and --out")
+        lines.append(
+            "This probe is not shown to be better than chance: capture more, with a higher --limit and --out, and "
+            "until then decode with --gate match"
+        )
     if "head" in found:
         made = found["head"]
         lines.append(f"{found['text']['documents']} texts, {found['text']['tokens']} tokens written")

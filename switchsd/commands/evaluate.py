@@ -77,6 +77,7 @@ def open_store(path: Path) -> Any:
 
 def show(report: Any) -> None:
     """The first tables of a report, and its warnings."""
+    from probes.tables import headline
     from probes.task import SCOPES
 
     found, sites = report.findings, {name: f" ({p['site']})" for name, p in report.probes.items()}
@@ -94,7 +95,8 @@ def show(report: Any) -> None:
         out.print(table(["score", "rows", "AUC difference [95 %]"], gains, title=title))
     controls = [(c.name, c.roc_auc) for c in found.controls if c.roc_auc is not None]
     if controls:
-        out.print(table(["control", "AUC [95 %]"], controls, title="controls of the best probe"))
+        of = SCOPES[headline(report.to_dict())]
+        out.print(table(["control", "AUC [95 %]"], controls, title=f"controls of the best probe, {of}"))
     for line in found.skipped:
         notes.print(f"not measured: {line}", markup=False)
     for line in found.warnings:

@@ -105,6 +105,7 @@ def test_markdown_has_every_table_and_the_card_the_same_numbers(trained: TrainRe
         "Sweep",
     ):
         assert f"## {title}" in text
+    assert "falls as expected; on rows with a suffix match." in text
     tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
     assert all(len({line.count("|") for line in table}) == 1 for table in tables)
     card = (folder / "best" / "README.md").read_text()

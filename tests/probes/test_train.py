@@ -287,7 +287,9 @@ def test_states_of_another_width_than_the_targets(fake_store: Any) -> None:
 @pytest.mark.parametrize(("site", "warned"), [("embed", True), ("resid_mid.1", False)])
 def test_chance_is_warned_of(fake_store: Any, site: str, warned: bool) -> None:
     findings = train(fake_store(), replace(QUICK, label="span_1", sites=(site,))).report.findings
-    assert any("not shown to be better than chance" in line for line in findings.warnings) is warned
+    told = [line for line in findings.warnings if "not shown to be better than chance" in line]
+    assert bool(told) is warned
+    assert all("capture more prompts, and until then decode with --gate match" in line for line in told)
 
 
 def test_an_interval_that_nobody_knows_is_no_proof(fake_store: Any) -> None:

@@ -95,10 +95,11 @@ def test_evaluating_the_run_on_its_own_store_repeats_its_numbers(
 def test_one_probe_on_another_store_for_people(
     run: Run, trained: Path, stores: dict[str, Path], tmp_path: Path
 ) -> None:
-    options = ["--out", tmp_path, "--no-controls", "--no-transfer", *FEW]
+    options = ["--out", tmp_path, "--no-transfer", *FEW]
     code, out, err = run("evaluate", trained / "serving", stores["sampled"], "--fitted", stores["greedy"], *options)
     assert code == OK, err
     assert "best (resid_post.4)" in out and "what a probe adds to" in out and "evaluation.md" in out
+    assert "controls of the best probe, rows with a suffix match" in " ".join(out.split())
     assert "not measured: lookback ratio" in err and "[bold]" not in err
     split = json.loads((tmp_path / "evaluation.json").read_text())["split"]
     assert split["rule"].startswith("by store")
