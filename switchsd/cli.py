@@ -11,7 +11,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -53,6 +53,7 @@ def application(asked: str | None) -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
+    app.callback()(_before)
     for name, text in COMMANDS.items():
         if name != asked:
             app.command(name, help=text)(_by_name_only)
@@ -66,6 +67,10 @@ def application(asked: str | None) -> typer.Typer:
         else:
             app.command(name)(expand(getattr(module, name)))
     return app
+
+
+def _before(version: Annotated[bool, typer.Option("--version", help="Say which version this is.")] = False) -> None:
+    """Nothing: `main` answers --version before anything is made."""
 
 
 def _by_name_only() -> None:

