@@ -39,9 +39,15 @@ pytestmark = [
 
 # -- what stands in, and what is made small ---------------------------------------------------------
 
-STAND_INS = {"Qwen/Qwen3-0.6B": "tiny", "Qwen/Qwen3-8B": "tiny", ".venv/bin/switchsd": "switchsd"}
+STAND_INS = {
+    "Qwen/Qwen3-0.6B": "tiny",
+    "Qwen/Qwen3-8B": "tiny",
+    ".venv/bin/switchsd": "switchsd",
+    " PROBES": " ~/.cache/switchsd/artifacts/my-model/probes",
+}
 """A small random target for models that would have to be downloaded; `my-model` is a folder with the same one, and
-`folder-of-the-head`, `my-head` and `my-probe` were made for it."""
+`folder-of-the-head`, `my-head` and `my-probe` were made for it. PROBES is where `train probe` says that its probes
+are."""
 TINY = r"(tiny|my-model)\b"
 
 
