@@ -131,6 +131,7 @@ def test_one_request_alone(switch: Peer, written: Texts) -> None:
 
 # -- sampling ---------------------------------------------------------------------------------------
 
+
 @pytest.fixture(scope="module")
 def sampling(folder: Path) -> Iterator[Peer]:
     # Prompts in one piece: where one with a seed is cut, vLLM 0.32 on a CPU asks a generator for what it has not.
