@@ -27,7 +27,8 @@ SETTINGS = ModeSettings(kappa=KAPPA, neural="none")
 
 def tasks(count: int, seed: int) -> list[Prompt]:
     """Of each kind `count`, a third of them for validation."""
-    writer, rng = maker("small_tasks").TaskWriter((ROOT / "README.md").read_text()), random.Random(seed)
+    text = (ROOT / "benchmarks" / "corpus" / "articles.txt").read_text(encoding="utf-8")
+    writer, rng = maker("small_tasks").TaskWriter(text), random.Random(seed)
     return [
         Prompt(
             id=f"{kind}-{i}",
