@@ -40,11 +40,16 @@ def panel(height: float, title: str, width: float = WIDTH) -> tuple[Figure, Axes
     made = Figure(figsize=(width, height), layout="constrained")
     made.suptitle(shown(title), fontsize=11, x=0.02, ha="left")
     axes = made.subplots()
+    dress(axes)
+    return made, axes
+
+
+def dress(axes: Axes) -> None:
+    """What all axes have: small numbers, a pale grid behind what is drawn, and no frame above and to the right."""
     axes.tick_params(labelsize=9)
     axes.grid(color=GREY, alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    return made, axes
 
 
 def style(number: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from activations.figures import COLOURS, DASHES, GREY, SOURCE_COLOURS, WIDTH, forest, panel, shown, style
+from activations.figures import COLOURS, DASHES, GREY, SOURCE_COLOURS, WIDTH, dress, forest, panel, shown, style
 from decoding.gates import COPY
 from decoding.outcomes import NOTHING, Outcome
 
@@ -40,7 +40,7 @@ def steps(trace: Trace, text: int = 0) -> Figure:
     """
     records = [r for r in trace if r.text == text]
     if not records:
-        raise ValueError(f"text {text} of the trace has no steps: it has {len(trace.texts)} texts")
+        raise ValueError(f"text {text} of the trace has no steps: it has {len(trace.numbers)} texts")
     figure, (top, bottom) = _stack(5.0, f"Steps of mode {records[0].mode}")
     places = list(range(len(records)))
     for place, record in zip(places, records, strict=True):
@@ -264,9 +264,6 @@ def _stack(height: float, title: str) -> tuple[Figure, tuple[Axes, Axes]]:
     figure, first = panel(height, title, WIDE)
     first.remove()
     top, bottom = figure.subplots(2, 1, sharex=True)
-    for axes in (top, bottom):
-        axes.tick_params(labelsize=9)
-        axes.grid(color=GREY, alpha=0.25, linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+    dress(top)
+    dress(bottom)
     return figure, (top, bottom)

@@ -146,7 +146,8 @@ def step_table(trace: Trace, text: int = 0) -> tuple[list[str], list[list[str]]]
     quoted, so that spaces and line ends are seen.
     """
     heads = ["step", "pending", "intent", "match", "drafted by", "why", "draft (first branch)", "accepted", "ms"]
-    pieces = trace.texts[text].pieces if trace.texts else ()
+    texts = trace.texts
+    pieces = texts[text].pieces if texts else ()
     rows = []
     for record in (r for r in trace if r.text == text):
         pending = pieces[record.position] if record.position < len(pieces) else ""

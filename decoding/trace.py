@@ -172,6 +172,11 @@ class Trace:
         """The texts as far as they are written; none in traces of version 1. Made anew at each call."""
         return [*self._read, *map(self._text, self._requests)]
 
+    @property
+    def numbers(self) -> list[int]:
+        """The request of each text; unlike `texts` it spells nothing."""
+        return [*(text.request for text in self._read), *(request.number for request in self._requests)]
+
     def string(self, token: int) -> str:
         """The text of a token by itself."""
         if token not in self._strings:
@@ -185,8 +190,7 @@ class Trace:
         return iter(self.records)
 
     def __repr__(self) -> str:
-        texts = len(self._read) + len(self._requests)
-        return f"<Trace: steps {len(self)}, texts {texts}>"
+        return f"<Trace: steps {len(self)}, texts {len(self.numbers)}>"
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the viewer, inline."""

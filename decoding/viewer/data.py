@@ -43,7 +43,7 @@ def trace_data(name: str, trace: Trace) -> dict[str, Any]:
 def opening(trace: Trace) -> int:
     """Index of the text that is shown first where nobody says: of a chat the last turn, of several requests the first
     one's."""
-    requests = [text.request for text in trace.texts]
+    requests = trace.numbers
     return max((i for i, request in enumerate(requests) if request == requests[0]), default=0)
 
 

@@ -51,10 +51,10 @@ def inline(trace: Trace) -> str:
     """A trace inside another page, which it cannot touch: for notebooks. A line above it says what it is, since some
     notebooks show no frame until they are trusted. A page that would make the notebook heavy is not put in. Raises
     ValueError for a step whose text the trace does not hold."""
-    if not len(trace) and not trace.texts:
+    if not len(trace) and not trace.numbers:
         return "<p>An empty trace: nothing was generated yet.</p>"
-    data = trace_data("trace", trace)
-    made = _page("trace: trace", {"traces": [data], "text": opening(trace)})
+    data, text = trace_data("trace", trace), opening(trace)
+    made = _page("trace: trace", {"traces": [data], "text": text})
     if len(made) > HEAVY:
         return (
             f"<p>A trace of {len(trace)} steps, too long to be shown inside a notebook: "
@@ -62,7 +62,7 @@ def inline(trace: Trace) -> str:
         )
     shown = html.escape(made, quote=True)
     return (
-        f"<p>{_told(data, opening(trace))}<br>"
+        f"<p>{_told(data, text)}<br>"
         "<small>Where no page is seen here: run the cell, or trust the notebook.</small></p>"
         f'<iframe srcdoc="{shown}" sandbox="allow-scripts" title="The trace, step by step" '
         f'style="width: 100%; height: {INLINE_HEIGHT}px; border: 1px solid #80808080; border-radius: 6px"></iframe>'
